@@ -1,0 +1,75 @@
+"""amphal: one mixed-precision front end for every PyTorch device.
+
+A training script says :func:`detect`, :class:`autocast` and :class:`GradScaler` and never names a
+device; what a device can do is declared by its backend, in one file.
+"""
+
+from __future__ import annotations
+
+from ._autocast import autocast, custom_bwd, custom_fwd
+from ._backend import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from ._detect import Plan, detect
+from ._registry import (
+    Registration,
+    get_backend,
+    register_backend,
+    registered_backends,
+    unregister_backend,
+)
+from ._scaler import GradScaler
+from .errors import (
+    AmphalError,
+    AmphalWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    BackendError,
+    DeviceNotAvailableError,
+    DuplicateBackendError,
+    OpPolicyError,
+    PrecisionWarning,
+    RegionStateError,
+    ScaleCollapseError,
+    ScalerStateError,
+    StateDictError,
+    TorchTooOldError,
+    UnknownDeviceError,
+    UnsupportedPrecisionError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmphalError",
+    "AmphalWarning",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "Availability",
+    "Backend",
+    "BackendError",
+    "DeviceNotAvailableError",
+    "DtypeSupport",
+    "DuplicateBackendError",
+    "GradScaler",
+    "Hardware",
+    "OpLists",
+    "OpPolicyError",
+    "Plan",
+    "PrecisionWarning",
+    "RegionStateError",
+    "Registration",
+    "ScaleCollapseError",
+    "ScalerStateError",
+    "ScalerSupport",
+    "StateDictError",
+    "TorchTooOldError",
+    "UnknownDeviceError",
+    "UnsupportedPrecisionError",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "detect",
+    "get_backend",
+    "register_backend",
+    "registered_backends",
+    "unregister_backend",
+]

@@ -1,0 +1,204 @@
+"""The registry: who can serve which device type.
+
+Built-in backends and plug-ins come through the same door, the entry points ``amphal.backends``.
+They are scanned once, at first use and never at import. A backend that cannot be loaded is a row
+with its reason; it raises only when the user names it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
+
+from ._backend import Availability, Backend
+from .errors import (
+    AmphalError,
+    ArgumentTypeError,
+    BackendError,
+    DuplicateBackendError,
+    UnknownDeviceError,
+    did_you_mean,
+)
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Registration",
+    "availability",
+    "get_backend",
+    "on_change",
+    "register_backend",
+    "registered_backends",
+    "unregister_backend",
+]
+
+ENTRY_POINT_GROUP = "amphal.backends"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One row of the registry: a backend, or the reason why there is none."""
+
+    name: str
+    """The device type; for a refused duplicate, the device type and where it came from."""
+    source: str
+    """Where it came from: a distribution with its version, or ``register_backend()``."""
+    backend: Backend | None
+    error: str = ""
+    """Why there is no backend; empty where there is one."""
+
+
+_lock = threading.RLock()
+_rows: dict[str, Registration] | None = None
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(callback: Callable[[], None]) -> None:
+    """Call ``callback`` whenever the registry changes, for caches that depend on it."""
+    _listeners.append(callback)
+
+
+def _changed() -> None:
+    for callback in _listeners:
+        callback()
+
+
+def _load(entry: metadata.EntryPoint) -> Backend:
+    loaded = entry.load()
+    if not isinstance(loaded, Backend):
+        raise ArgumentTypeError(
+            f"{entry.value} is {type(loaded).__name__}, not an amphal.Backend; "
+            "an entry point must name a Backend instance"
+        )
+    if loaded.device_type != entry.name:
+        raise ArgumentTypeError(
+            f"the entry point is named {entry.name!r} and its backend {loaded.device_type!r}; "
+            "they must be the same"
+        )
+    return loaded
+
+
+def _source(entry: metadata.EntryPoint) -> str:
+    dist = entry.dist
+    return f"{dist.name} {dist.version}" if dist is not None else entry.value
+
+
+def _scan() -> dict[str, Registration]:
+    rows: dict[str, Registration] = {}
+    entries = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
+    # amphal's own first, then by name: a stranger cannot take the place of a built-in backend.
+    entries.sort(key=lambda e: (_source(e).split(" ")[0] != "amphal", _source(e), e.name))
+    for entry in entries:
+        source = _source(entry)
+        if entry.name in rows:
+            first = rows[entry.name].source
+            rows[f"{entry.name} [{source}]"] = Registration(
+                f"{entry.name} [{source}]",
+                source,
+                None,
+                f"{entry.name!r} is already taken by {first}; refused {entry.value} of {source}: "
+                "uninstall one of them",
+            )
+            continue
+        try:
+            rows[entry.name] = Registration(entry.name, source, _load(entry))
+        except Exception as exc:  # a broken plug-in must not break the others
+            reason = f"{type(exc).__name__}: {exc}"
+            rows[entry.name] = Registration(entry.name, source, None, reason)
+    return rows
+
+
+def _registry() -> dict[str, Registration]:
+    global _rows
+    if _rows is None:
+        with _lock:
+            if _rows is None:
+                _rows = _scan()
+    return _rows
+
+
+def registered_backends() -> Mapping[str, Registration]:
+    """A read-only view of the registry: device type to :class:`Registration`, failures included."""
+    return MappingProxyType(_registry())
+
+
+def get_backend(device_type: str) -> Backend:
+    """The backend of ``device_type``.
+
+    Raises:
+        UnknownDeviceError: nothing is registered under this name.
+        BackendError: something is, but it could not be loaded; the message says why.
+    """
+    rows = _registry()
+    row = rows.get(device_type)
+    if row is None:
+        known = [name for name in rows if " " not in name]
+        raise UnknownDeviceError(
+            f"no backend is registered for device type {device_type!r}; "
+            f"registered: {', '.join(sorted(known)) or 'none (is amphal installed?)'}."
+            f"{did_you_mean(device_type, known)} A plug-in adds one by the entry point group "
+            f"{ENTRY_POINT_GROUP!r} or amphal.register_backend()"
+        )
+    if row.backend is None:
+        raise BackendError(f"the backend {device_type!r} of {row.source} failed: {row.error}")
+    return row.backend
+
+
+def register_backend(backend: Backend, *, replace: bool = False) -> None:
+    """Register ``backend`` for its device type, in this process.
+
+    Args:
+        backend: the record; it was validated when it was built.
+        replace: take the place of a backend that is already registered.
+
+    Raises:
+        ArgumentTypeError: not a :class:`Backend`.
+        DuplicateBackendError: the device type is taken and ``replace`` is false; nothing changed.
+    """
+    if not isinstance(backend, Backend):
+        raise ArgumentTypeError(
+            f"register_backend() takes an amphal.Backend, got {type(backend).__name__}"
+        )
+    with _lock:
+        rows = _registry()
+        old = rows.get(backend.device_type)
+        if old is not None and not replace:
+            raise DuplicateBackendError(
+                f"device type {backend.device_type!r} is already registered by {old.source}; "
+                f"refused {backend.probe.__module__}. Pass replace=True to take its place"
+            )
+        rows[backend.device_type] = Registration(backend.device_type, "register_backend()", backend)
+    _changed()
+
+
+def unregister_backend(device_type: str) -> Backend | None:
+    """Take a backend out of this process's registry and return it (None if it was a failed row).
+
+    Raises:
+        UnknownDeviceError: nothing is registered under this name.
+    """
+    with _lock:
+        rows = _registry()
+        if device_type not in rows:
+            get_backend(device_type)
+        row = rows.pop(device_type)
+    _changed()
+    return row.backend
+
+
+def availability(backend: Backend) -> Availability:
+    """Ask a backend whether its device is there; an exception in its answer is a reasoned "no"."""
+    try:
+        answer = backend.available()
+    except AmphalError as exc:
+        return Availability(False, str(exc) or type(exc).__name__)
+    except Exception as exc:  # available() promised not to raise; a broken driver breaks promises
+        return Availability(False, f"available() of the backend raised {type(exc).__name__}: {exc}")
+    if not isinstance(answer, Availability):
+        return Availability(
+            False,
+            f"available() of the backend returned {answer!r}, not an amphal.Availability",
+        )
+    return answer

@@ -1,0 +1,1 @@
+"""Data files of amphal: known hardware (``hardware.toml``), facts only, each with its source."""

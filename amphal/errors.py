@@ -1,0 +1,118 @@
+"""The errors and warnings of amphal.
+
+::
+
+    AmphalError                       everything that this package raises on purpose
+     ├─ ArgumentError                 (ValueError)    a value that is not allowed
+     │   ├─ UnknownDeviceError                        no backend is registered for this device type
+     │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision at all
+     │   ├─ OpPolicyError                             an op or a casting policy that does not exist
+     │   └─ StateDictError                            a state that cannot be loaded; nothing was changed
+     ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
+     ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
+     ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
+     │   └─ DuplicateBackendError                     two backends claim one device type
+     ├─ RegionStateError              (RuntimeError)  an autocast region left where it was not entered
+     ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
+     ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
+     └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
+
+    AmphalWarning                     (UserWarning)
+     └─ PrecisionWarning                              the precision you named is emulated or slow here
+
+Every message says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AmphalError",
+    "AmphalWarning",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BackendError",
+    "DeviceNotAvailableError",
+    "DuplicateBackendError",
+    "OpPolicyError",
+    "PrecisionWarning",
+    "RegionStateError",
+    "ScaleCollapseError",
+    "ScalerStateError",
+    "StateDictError",
+    "TorchTooOldError",
+    "UnknownDeviceError",
+    "UnsupportedPrecisionError",
+]
+
+
+class AmphalError(Exception):
+    """Everything that amphal raises on purpose."""
+
+
+class ArgumentError(AmphalError, ValueError):
+    """A value that is not allowed."""
+
+
+class ArgumentTypeError(AmphalError, TypeError):
+    """A value of the wrong type."""
+
+
+class UnknownDeviceError(ArgumentError):
+    """No backend is registered for this device type."""
+
+
+class UnsupportedPrecisionError(ArgumentError):
+    """This hardware cannot do this precision at all; the message says what it can."""
+
+
+class OpPolicyError(ArgumentError):
+    """An op or a casting policy that does not exist; the message offers near names."""
+
+
+class StateDictError(ArgumentError):
+    """A state that cannot be loaded; nothing was changed."""
+
+
+class DeviceNotAvailableError(AmphalError, RuntimeError):
+    """The backend is registered, but its device is not there; the message says why."""
+
+
+class BackendError(AmphalError, RuntimeError):
+    """A backend that cannot be used; the message says which and why."""
+
+
+class DuplicateBackendError(BackendError):
+    """Two backends claim one device type; the message names both."""
+
+
+class RegionStateError(AmphalError, RuntimeError):
+    """An autocast region was left where it had not been entered."""
+
+
+class TorchTooOldError(AmphalError, RuntimeError):
+    """The torch that runs lacks something that was asked for."""
+
+
+class ScalerStateError(AmphalError, RuntimeError):
+    """A gradient scaler's methods were called out of order; the message says which call is missing."""
+
+
+class ScaleCollapseError(AmphalError, ArithmeticError):
+    """The loss scale can fall no further and the gradients still overflow."""
+
+
+class AmphalWarning(UserWarning):
+    """The base of amphal's warnings."""
+
+
+class PrecisionWarning(AmphalWarning):
+    """The precision that was named works here, but is emulated or slower than fp32."""
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """A sentence offering the names nearest to ``given``, or an empty string."""
+    near = difflib.get_close_matches(given, sorted(allowed), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
