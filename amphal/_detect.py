@@ -399,7 +399,7 @@ class _Detect(Protocol):
 # One entry per question: the plan, and for a device without an index how to ask which is current.
 _Answer = tuple[Plan, Callable[[], int | None] | None, int | None]
 _cache: dict[tuple[object, object, str, str], _Answer] = {}
-_warned: set[tuple[Hardware, torch.dtype]] = set()
+_warned: set[tuple[str, str, torch.dtype]] = set()
 
 
 _listeners: list[Callable[[], object]] = []
@@ -448,8 +448,9 @@ def _detect(device: DeviceLike | None = None, *, precision: PrecisionLike = "aut
     except (KeyError, TypeError):
         pass
     plan, warning, current = _resolve(device, precision)
-    if warning and (plan.hardware, plan.dtype) not in _warned:
-        _warned.add((plan.hardware, plan.dtype))
+    told = (plan.device.type, plan.hardware.name, plan.dtype)
+    if warning and told not in _warned:
+        _warned.add(told)
         warnings.warn(warning, PrecisionWarning, stacklevel=_caller_level())
     _cache[key] = (plan, current, None if current is None else current())
     return plan
