@@ -61,6 +61,25 @@ def test_xpu_flags_that_are_false_by_mistake_do_not_hide_matrix_engines() -> Non
         assert (bf16.level, bf16.accelerated) == ("native", True)
 
 
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("Intel(R) Arc(TM) A380 Graphics", True),
+        ("Intel(R) Arc(TM) Pro B60 Graphics", True),
+        ("Intel(R) Arc(TM) 140T GPU (16GB)", True),
+        ("Intel(R) Arc(TM) 130V GPU (8GB)", True),
+        ("Intel(R) Data Center GPU Flex 170", True),
+        ("Intel(R) Arc(TM) Graphics", False),
+        ("Intel(R) Iris(R) Xe Graphics", False),
+        ("Intel(R) UHD Graphics 770", False),
+    ],
+)
+def test_xpu_products_with_matrix_engines_are_known_by_name(name: str, engines: bool) -> None:
+    """Arc A and B, Arrow Lake-H, Lunar Lake, Flex and Max have XMX; Meteor Lake has none."""
+    hardware = Hardware("xpu", name, flags=frozenset({"has_fp16"}))
+    assert amphal.detect(hardware).dtype is (torch.bfloat16 if engines else torch.float16)
+
+
 def test_xpu_bf16_without_matrix_engines_is_native_but_no_gain() -> None:
     """bf16 conversion alone makes bf16 native; without DPAS it isn't faster, and fp16 is."""
     flags = {"has_fp16", "has_bfloat16_conversions"}

@@ -65,10 +65,8 @@ EXPECTED = {
     "arc-b580": BF16,
     "arc-pro-b60": BF16,
     "max-1550": BF16,
-    "max-1550-all-flags": BF16,
     "iris-xe": FP16,
     "meteor-lake": FP16,
-    "arrow-lake-h": BF16,
     "lunar-lake": BF16,
     # Apple GPUs: bf16 from M3 on.
     "m1-macos13": FP16,
