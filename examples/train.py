@@ -231,11 +231,11 @@ def plot(run: Run) -> Path:
     axes.plot(steps, losses, color="#b5391f", lw=1.6, marker=".", label="validation")
     label: dict[str, Any] = {"textcoords": "offset points", "color": "#b5391f"}
     axes.annotate(f"{losses[0]:.2f}", (steps[0], losses[0]), xytext=(8, 0), va="center", **label)
-    axes.annotate(f"{losses[-1]:.2f}", (steps[-1], losses[-1]), xytext=(0, 9), ha="center", **label)
+    axes.annotate(f"{losses[-1]:.2f}", (steps[-1], losses[-1]), xytext=(6, 0), va="center", **label)
     scaler = "with" if run.scaler.is_enabled() else "without"
     title = f"{run.plan.hardware.name}: {dtype_name(run.plan)} {scaler} a gradient scaler"
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, None))
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, 1.08 * run.step))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
