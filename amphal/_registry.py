@@ -108,6 +108,11 @@ def _scan() -> dict[str, Registration]:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
         except Exception as exc:  # a broken plug-in must not break the others
             reason = f"{type(exc).__name__}: {exc}"
+            if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
+                reason += (
+                    ". The folder you started from holds a checkout of amphal that hides the "
+                    "installed one: start elsewhere, or install the checkout (pip install -e .)"
+                )
             rows[entry.name] = Registration(entry.name, source, None, reason)
     return rows
 

@@ -6,17 +6,19 @@ import ast
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import amphal
 
 PACKAGE = Path(amphal.__file__).parent
+OUTSIDE = tempfile.gettempdir()  # in a checkout, ./amphal would shadow the installed package
 DEVICES = {"cuda", "xpu", "mps", "cpu", "npu", "hpu", "xla", "mtia", "musa", "mlu", "rocm"}
 
 
 def _fresh(code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=OUTSIDE, check=True
     )
     return result.stdout
 
@@ -75,7 +77,9 @@ def test_the_top_level_backends_folder_cannot_be_a_second_copy() -> None:
     """Imported under its folder's name, the package refuses: its backends would be unequal."""
     root = Path(__file__).parent.parent
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import backends"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=OUTSIDE
+    )
     assert result.returncode != 0
     assert "import amphal.backends" in result.stderr
 
