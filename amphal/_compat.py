@@ -51,3 +51,45 @@ def plain_autocast(
     region = torch.autocast(device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
     region._enabled = enabled
     return region
+
+
+# A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
+META_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def why_no_python_device() -> str:
+    """Why this torch cannot have a device in pure Python; empty if it can."""
+    from torch.utils import backend_registration
+
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return ""
+    return f"it needs torch 2.10 or newer, and this is {torch.__version__}"
+
+
+def setup_python_device(name: str, module: Any) -> None:
+    """Give torch's slot for third-party devices this name, with hooks and a device guard."""
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(name, module)
+
+
+def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of the third-party device, with a storage of its own."""
+    return torch._C._acc.create_empty_tensor([0], dtype)  # type: ignore[no-any-return,attr-defined]
+
+
+def dispatcher_ops() -> frozenset[str]:
+    """The names of all aten ops of this torch, overload included: ``"softmax.int"``."""
+    names = _private("_dispatch_get_all_op_names")()
+    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
+
+
+def autocast_ops(key: str) -> frozenset[str]:
+    """The aten ops that have a kernel at a dispatch key such as ``"AutocastCPU"``."""
+    names = _private("_dispatch_get_registrations_for_dispatch_key")(key)
+    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of the dispatch key of a device's autocast: ``"AutocastPrivateUse1"``."""
+    return f"Autocast{_private('_dispatch_key_for_device')(device_type)}"

@@ -7,8 +7,9 @@ with its reason; it raises only when the user names it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
@@ -31,6 +32,7 @@ __all__ = [
     "on_change",
     "register_backend",
     "registered_backends",
+    "temporarily",
     "unregister_backend",
 ]
 
@@ -52,6 +54,7 @@ class Registration:
 
 _lock = threading.RLock()
 _rows: dict[str, Registration] | None = None
+_scanning = False
 _listeners: list[Callable[[], None]] = []
 
 
@@ -85,6 +88,10 @@ def _source(entry: metadata.EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None else entry.value
 
 
+def _reason(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
 def _scan() -> dict[str, Registration]:
     rows: dict[str, Registration] = {}
     entries = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
@@ -94,28 +101,35 @@ def _scan() -> dict[str, Registration]:
         source = _source(entry)
         if entry.name in rows:
             first = rows[entry.name].source
-            rows[f"{entry.name} [{source}]"] = Registration(
-                f"{entry.name} [{source}]",
-                source,
-                None,
+            reason = (
                 f"{entry.name!r} is already taken by {first}; refused {entry.value} of {source}: "
-                "uninstall one of them",
+                "uninstall one of them"
             )
+            key = f"{entry.name} [{source}]"
+            rows[key] = Registration(key, source, None, reason)
             continue
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
-        except Exception as exc:  # a broken plug-in must not break the others
-            reason = f"{type(exc).__name__}: {exc}"
-            rows[entry.name] = Registration(entry.name, source, None, reason)
+        except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
+            rows[entry.name] = Registration(entry.name, source, None, _reason(exc))
     return rows
 
 
 def _registry() -> dict[str, Registration]:
-    global _rows
+    global _rows, _scanning
     if _rows is None:
         with _lock:
+            if _scanning:  # the lock is this thread's: a backend's import came back here
+                raise BackendError(
+                    "a backend asked for the registry while it was being imported; "
+                    "move what its module runs at import time into its functions"
+                )
             if _rows is None:
-                _rows = _scan()
+                _scanning = True
+                try:
+                    _rows = _scan()
+                finally:
+                    _scanning = False
     return _rows
 
 
@@ -188,6 +202,24 @@ def unregister_backend(device_type: str) -> Backend | None:
     return row.backend
 
 
+@contextlib.contextmanager
+def temporarily(backend: Backend) -> Iterator[None]:
+    """Within the block, ``backend`` serves its device type; the row that was there comes back."""
+    with _lock:
+        old = _registry().get(backend.device_type)
+        register_backend(backend, replace=True)
+    try:
+        yield
+    finally:
+        with _lock:
+            rows = _registry()
+            if old is None:
+                rows.pop(backend.device_type, None)
+            else:
+                rows[backend.device_type] = old
+        _changed()
+
+
 def availability(backend: Backend) -> Availability:
     """Ask a backend whether its device is there; an exception in its answer is a reasoned "no"."""
     try:
@@ -195,7 +227,7 @@ def availability(backend: Backend) -> Availability:
     except AmphalError as exc:
         return Availability(False, str(exc) or type(exc).__name__)
     except Exception as exc:  # available() promised not to raise; a broken driver breaks promises
-        return Availability(False, f"available() of the backend raised {type(exc).__name__}: {exc}")
+        return Availability(False, f"available() of the backend raised {_reason(exc)}")
     if not isinstance(answer, Availability):
         return Availability(
             False,
