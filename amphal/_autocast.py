@@ -1,4 +1,4 @@
-"""``amphal.autocast``, ``custom_fwd`` and ``custom_bwd``: the front end over torch's autocast state.
+"""``amphal.autocast``, ``custom_fwd`` and ``custom_bwd``: the front end over torch's state.
 
 A region is a subclass of ``torch.autocast``, because Dynamo and export know instances of that class
 and nothing else. It keeps no state on itself: what it found on enter lies on a stack of the thread
@@ -11,12 +11,12 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from . import _compat, _detect, _registry
-from ._backend import LOW_PRECISION
+from ._backend import LOW_PRECISION, Hardware
 from ._detect import DeviceLike, Plan, PrecisionLike
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
 
@@ -110,7 +110,9 @@ class Region(torch.autocast):
             raise
         return self
 
-    def __exit__(self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None) -> bool:  # type: ignore[override]
+    def __exit__(
+        self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
+    ) -> Literal[False]:
         stack = _thread.stack
         if not stack or stack[-1].region is not self:
             entry = self._leave_out_of_order(stack)
@@ -145,7 +147,7 @@ class Region(torch.autocast):
         )
         if entry.delegate.fast_dtype is not _get_dtype(self.device):
             _clear_cache()
-        entry.delegate.__enter__()
+        entry.delegate.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_out_of_order(self, stack: list[_Entry]) -> _Entry | None:
         """Take this region's entry from below the top, handing what it would restore to the next.
@@ -175,7 +177,7 @@ class Region(torch.autocast):
                 same.dtype, entry.dtype = entry.dtype, None
         return entry
 
-    def __call__(self, func: _F) -> _F:  # type: ignore[override]
+    def __call__(self, func: _F) -> _F:
         """Decorate ``func``: a function, a coroutine function or a generator function."""
         if not callable(func):
             raise ArgumentTypeError(
@@ -209,7 +211,7 @@ def _drive(steps: Any, region: Callable[[], torch.autocast]) -> Generator[Any, A
                 steps.close()
             raise
         except BaseException as exc:
-            resume, argument = steps.throw, exc  # type: ignore[assignment]
+            resume, argument = steps.throw, exc
 
 
 class _Driven:
@@ -279,7 +281,7 @@ def autocast(
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
-) -> torch.autocast: ...
+) -> Region: ...
 def autocast(
     device_type: Any = None,
     dtype: PrecisionLike | None = None,
@@ -382,12 +384,12 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
             _detect.detect(device.device, precision=precision)
     elif not enabled and device is not None:
         # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
-        if isinstance(device, _detect.Hardware):
+        if isinstance(device, Hardware):
             raise _no_hardware(device)
         device_type, _ = _detect.named_device(device, what="device_type")
         device_type = _registry.get_backend(device_type).device_type
     else:
-        if isinstance(device, _detect.Hardware):
+        if isinstance(device, Hardware):
             raise _no_hardware(device)
         if device is not None:
             device = _torch_device_string(*_detect.named_device(device, what="device_type"))
@@ -402,14 +404,14 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
     on = enabled and precision in LOW_PRECISION
     if precision not in LOW_PRECISION:
         precision = _get_dtype(device_type)
-    return device_type, precision, on  # type: ignore[return-value]
+    return device_type, precision, on
 
 
 def _torch_device_string(device_type: str, index: int | None) -> str:
     return device_type if index is None else f"{device_type}:{index}"
 
 
-def _no_hardware(hardware: _detect.Hardware) -> ArgumentTypeError:
+def _no_hardware(hardware: Hardware) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"autocast() runs on a device that is here, and {hardware.name!r} is a description; "
         "pass a device, or ask amphal.detect() about the description"
@@ -430,7 +432,7 @@ def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
 
 
 def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
+    """Cast floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
     if isinstance(value, torch.Tensor):
         eligible = (
             value.is_floating_point()

@@ -33,6 +33,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._autocast import Region
     from ._scaler import GradScaler
 
 __all__ = [
@@ -95,9 +96,7 @@ class Plan:
             ),
         )
 
-    def autocast(
-        self, *, enabled: bool = True, cache_enabled: bool | None = None
-    ) -> torch.autocast:
+    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> Region:
         """A region of this plan's dtype on this plan's device: ``amphal.autocast(plan)``."""
         from ._autocast import autocast
 

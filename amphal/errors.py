@@ -5,20 +5,20 @@
     AmphalError                       everything that this package raises on purpose
      ├─ ArgumentError                 (ValueError)    a value that is not allowed
      │   ├─ UnknownDeviceError                        no backend is registered for this device type
-     │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision at all
+     │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision
      │   ├─ OpPolicyError                             an op or a casting policy that does not exist
-     │   └─ StateDictError                            a state that cannot be loaded; nothing was changed
+     │   └─ StateDictError                            a state that cannot be loaded
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
      ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
-     ├─ RegionStateError              (RuntimeError)  an autocast region left where it was not entered
+     ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
      ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
      ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
     AmphalWarning                     (UserWarning)
-     └─ PrecisionWarning                              the precision you named is emulated or slow here
+     └─ PrecisionWarning                              the precision named is emulated or slow
 
 Every message says what was given, what is allowed and what to do.
 """
@@ -97,7 +97,7 @@ class TorchTooOldError(AmphalError, RuntimeError):
 
 
 class ScalerStateError(AmphalError, RuntimeError):
-    """A gradient scaler's methods were called out of order; the message says which call is missing."""
+    """A scaler's methods were called out of order; the message says which call is missing."""
 
 
 class ScaleCollapseError(AmphalError, ArithmeticError):
