@@ -75,7 +75,7 @@ def setup_python_device(name: str, module: Any) -> None:
 
 def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of the third-party device, with a storage of its own."""
-    return torch._C._acc.create_empty_tensor([0], dtype)  # type: ignore[no-any-return,attr-defined]
+    return torch._C._acc.create_empty_tensor((0,), dtype)
 
 
 def dispatcher_ops() -> frozenset[str]:

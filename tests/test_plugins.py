@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from plugins.distribution import backend_source, distribution, python
 
 # name: (source of the module, what its entry point names, what the row must say)

@@ -32,12 +32,12 @@ class BackendConformance(RecordChecks, DeviceChecks):
     hardware: ClassVar[Sequence[Hardware]] = ()
     """Hardware to ask the pure functions about, beyond what this machine and amphal know."""
 
-    @pytest.fixture()
+    @pytest.fixture
     def amphal_backend(self) -> str | Backend:
         """What to check: the attribute ``backend`` of the class."""
         return self.backend
 
-    @pytest.fixture()
+    @pytest.fixture
     def subject(
         self, request: pytest.FixtureRequest, amphal_backend: str | Backend
     ) -> Iterator[Subject]:

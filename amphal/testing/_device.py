@@ -5,10 +5,10 @@ Its tensors have the device type, the dispatch keys, the strides and the autogra
 accelerator's; storage is shared between views; nothing falls back to the CPU unseen: a CPU tensor
 that meets one of them is an error, as on hardware. It has what a young backend has:
 
-- allocation, views, copies to and from the CPU, autograd, random numbers (``torch.save`` wants ``.cpu()`` first);
+- allocation, views, copies to and from the CPU, autograd, random numbers;
 - every dense kernel that the CPU has, with the CPU's numbers;
 - no autocast kernels and no ``_amp_*`` kernels, so the package's own are what runs;
-- one device, index 0, no streams.
+- one device, index 0, no streams; what is to be saved goes to the CPU first.
 
 A process has one PrivateUse1 slot and cannot give it back: one name a process.
 """
@@ -67,7 +67,7 @@ def install_device(name: str = "toy", module: Any = None) -> None:
             f"test {name!r} in a process of its own"
         )
     _compat.setup_python_device(name, module)
-    kernels = torch.library.Library("aten", "IMPL")
+    kernels = _library("aten")
     for op, kernel in {
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
@@ -82,10 +82,14 @@ def install_device(name: str = "toy", module: Any = None) -> None:
         "convolution_backward_overrideable": _convolution_backward,
     }.items():
         kernels.impl(op, kernel, "PrivateUse1")
-    everything_else = torch.library.Library("_", "IMPL")
+    everything_else = _library("_")
     everything_else.fallback(_on_the_cpu, "PrivateUse1")
     _libraries.extend((kernels, everything_else))
     _name = name
+
+
+def _library(namespace: str) -> Any:  # torch leaves Library untyped
+    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _wrap(memory: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,11 @@ _DTYPES = {
 }
 _LISTS = OpLists(
     lower_precision=frozenset(
-        "addmm addmv baddbmm bmm conv1d conv2d conv3d linear matmul mm mv "
-        "scaled_dot_product_attention".split()
+        ["addmm", "baddbmm", "bmm", "conv2d", "linear", "matmul", "mm", "mv"]
     ),
-    fp32=frozenset("exp layer_norm log mse_loss nll_loss pow.Tensor_Scalar".split()),
-    fp32_set_opt_dtype=frozenset("softmax.int log_softmax.int sum sum.dim_IntList".split()),
-    promote=frozenset("addcdiv addcmul dot scatter_add".split()),
+    fp32=frozenset(["exp", "layer_norm", "log", "mse_loss", "pow.Tensor_Scalar"]),
+    fp32_set_opt_dtype=frozenset(["log_softmax.int", "softmax.int", "sum", "sum.dim_IntList"]),
+    promote=frozenset(["addcdiv", "addcmul", "dot"]),
     banned=frozenset(["binary_cross_entropy"]),
 )
 _SCALER = ScalerSupport(

@@ -15,6 +15,7 @@ import torch
 
 from .. import _detect, _registry
 from .._backend import Availability, Backend, Hardware
+from ..errors import PrecisionWarning
 from ._simulate import simulate
 
 __all__ = ["Subject", "another_machine", "broken_vendor_imports", "precision_named", "torch_state"]
@@ -90,7 +91,7 @@ def _known(device_type: str) -> list[Hardware]:
 def precision_named(subject: Subject, dtype: torch.dtype) -> _detect.Plan:
     """The plan for a dtype that is named, without the warning that it may be slow."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", _detect.PrecisionWarning)
+        warnings.simplefilter("ignore", PrecisionWarning)
         return _detect.detect(subject.device_type, precision=dtype)
 
 
@@ -142,8 +143,8 @@ class _NoVendor:
 def broken_vendor_imports() -> Iterator[None]:
     """Importing a module that is not loaded yet fails as a vendor's does without its driver."""
     hook = _NoVendor()
-    sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, hook)
     try:
         yield
     finally:
-        sys.meta_path.remove(hook)  # type: ignore[arg-type]
+        sys.meta_path.remove(hook)

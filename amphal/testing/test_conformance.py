@@ -11,7 +11,7 @@ from amphal.testing import BackendConformance
 class TestBackend(BackendConformance):
     """The backend that the option names, from the registry."""
 
-    @pytest.fixture()
+    @pytest.fixture
     def amphal_backend(self, request: pytest.FixtureRequest) -> str:
         """The device type after ``--amphal-backend``."""
         name = request.config.getoption("--amphal-backend")
