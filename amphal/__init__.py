@@ -9,6 +9,7 @@ from __future__ import annotations
 from ._autocast import autocast, custom_bwd, custom_fwd
 from ._backend import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
 from ._detect import Plan, detect
+from ._hardware import KnownHardware, known_hardware
 from ._registry import (
     Registration,
     get_backend,
@@ -51,6 +52,7 @@ __all__ = [
     "DuplicateBackendError",
     "GradScaler",
     "Hardware",
+    "KnownHardware",
     "OpLists",
     "OpPolicyError",
     "Plan",
@@ -69,6 +71,7 @@ __all__ = [
     "custom_fwd",
     "detect",
     "get_backend",
+    "known_hardware",
     "register_backend",
     "registered_backends",
     "unregister_backend",

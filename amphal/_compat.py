@@ -12,7 +12,13 @@ import torch
 
 from .errors import TorchTooOldError
 
-__all__ = ["constant_in_graphs", "function_mode_enabled", "plain_autocast", "privateuse1_name"]
+__all__ = [
+    "autocast_available",
+    "constant_in_graphs",
+    "function_mode_enabled",
+    "plain_autocast",
+    "privateuse1_name",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -32,6 +38,18 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 
 # The name that a third-party device took for itself; torch.autocast keeps it as an attribute.
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
+
+
+def autocast_available(device_type: str) -> bool:
+    """Whether torch has an autocast state for this device type.
+
+    ``torch.amp.is_autocast_available`` raises for a name that torch does not know instead of
+    answering no.
+    """
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False
 
 
 def constant_in_graphs(func: _F) -> _F:

@@ -30,9 +30,9 @@ __all__ = [
     "availability",
     "get_backend",
     "on_change",
+    "overridden",
     "register_backend",
     "registered_backends",
-    "temporarily",
     "unregister_backend",
 ]
 
@@ -203,20 +203,22 @@ def unregister_backend(device_type: str) -> Backend | None:
 
 
 @contextlib.contextmanager
-def temporarily(backend: Backend) -> Iterator[None]:
-    """Within the block, ``backend`` serves its device type; the row that was there comes back."""
+def overridden(backend: Backend) -> Iterator[None]:
+    """Within the block ``backend`` serves its device type; then the row is as it was."""
     with _lock:
-        old = _registry().get(backend.device_type)
-        register_backend(backend, replace=True)
+        rows = _registry()
+        name = backend.device_type
+        old = rows.get(name)
+        rows[name] = Registration(name, "simulated" if old is None else old.source, backend)
+    _changed()
     try:
         yield
     finally:
         with _lock:
-            rows = _registry()
             if old is None:
-                rows.pop(backend.device_type, None)
+                rows.pop(name, None)
             else:
-                rows[backend.device_type] = old
+                rows[name] = old
         _changed()
 
 

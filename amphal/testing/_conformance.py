@@ -46,7 +46,7 @@ class BackendConformance(RecordChecks, DeviceChecks):
         source = ""
         if isinstance(amphal_backend, Backend):
             backend = amphal_backend
-            context = _registry.temporarily(backend)
+            context = _registry.overridden(backend)
         else:
             backend = _registry.get_backend(amphal_backend)
             source = _registry.registered_backends()[amphal_backend].source
