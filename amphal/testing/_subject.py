@@ -101,7 +101,7 @@ def torch_state(device_type: str) -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
-        "the CPU's random state": torch.get_rng_state().sum().item(),
+        "the CPU's random state": bytes(torch.get_rng_state().tolist()),
         "the autocast cache": torch.is_autocast_cache_enabled(),
     }
     with contextlib.suppress(RuntimeError):  # a device type that this process doesn't know
