@@ -5,6 +5,7 @@ Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the mess
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from .errors import TorchTooOldError
 __all__ = [
     "autocast_available",
     "constant_in_graphs",
+    "foreach_devices",
     "function_mode_enabled",
     "plain_autocast",
     "privateuse1_name",
@@ -50,6 +52,19 @@ def autocast_available(device_type: str) -> bool:
         return torch.amp.is_autocast_available(device_type)
     except RuntimeError:
         return False
+
+
+@functools.cache
+def foreach_devices() -> frozenset[str]:
+    """The device types whose foreach ops are real kernels; elsewhere they are loops over tensors.
+
+    Only speed hangs on the answer, so a torch without this list gets an empty one.
+    """
+    try:
+        from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.13
+        return frozenset()
+    return frozenset(_get_foreach_kernels_supported_devices())
 
 
 def constant_in_graphs(func: _F) -> _F:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import amphal
+from amphal import _registry
 from amphal.testing import simulate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -155,16 +156,13 @@ def test_an_absent_device_is_the_same_error_on_every_device(device: str) -> None
     """torch warns for cuda and stays silent for mps; here both refuse. Off asks for nothing."""
     backend = amphal.get_backend(device)
     absent = dataclasses.replace(backend, available=lambda: amphal.Availability(False, "not here"))
-    amphal.register_backend(absent, replace=True)
-    try:
+    with _registry.overridden(absent):
         for spelling in (device, f"{device}:0", torch.device(device)):
             with pytest.raises(amphal.DeviceNotAvailableError, match="not here"):
                 amphal.autocast(spelling, FP16)
             assert not torch.is_autocast_enabled(device)
         with amphal.autocast(device, enabled=False):
             pass
-    finally:
-        amphal.register_backend(backend, replace=True)
 
 
 def test_an_impossible_dtype_is_an_error() -> None:

@@ -42,12 +42,16 @@ def test_replace_and_unregister() -> None:
     """replace=True takes the place of a backend; the plan cache forgets what it knew."""
     cpu = amphal.get_backend("cpu")
     before = amphal.detect("cpu")
-    amphal.register_backend(dataclasses.replace(cpu, priority=7), replace=True)
-    try:
+    with _registry.overridden(cpu):
+        amphal.register_backend(dataclasses.replace(cpu, priority=7), replace=True)
         assert amphal.get_backend("cpu").priority == 7
         assert amphal.detect("cpu") is not before
-    finally:
-        amphal.register_backend(cpu, replace=True)
+        taken = amphal.unregister_backend("cpu")
+        assert taken is not None
+        with pytest.raises(amphal.UnknownDeviceError):
+            amphal.detect("cpu")
+        amphal.register_backend(taken)
+        assert amphal.get_backend("cpu") is taken
     assert amphal.get_backend("cpu") is cpu
 
 

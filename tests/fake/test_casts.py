@@ -29,8 +29,8 @@ Op = Callable[[torch.Tensor], torch.Tensor]
 OPS: dict[str, tuple[Op, torch.dtype | None]] = {
     "matmul": (lambda x: x @ x, None),
     "linear": (lambda x: F.linear(x, x), None),
-    "bmm": (lambda x: torch.bmm(x[None], x[None]), None),
-    "conv1d": (lambda x: F.conv1d(x[None], x[:, :, None]), None),
+    "bmm": (lambda x: torch.bmm(x.unsqueeze(0), x.unsqueeze(0)), None),
+    "conv1d": (lambda x: F.conv1d(x.unsqueeze(0), x.unsqueeze(2)), None),
     "softmax": (lambda x: F.softmax(x, -1), FP32),
     "log_softmax": (lambda x: F.log_softmax(x, -1), FP32),
     "layer_norm": (lambda x: F.layer_norm(x, (8,)), FP32),
@@ -46,7 +46,7 @@ OPS: dict[str, tuple[Op, torch.dtype | None]] = {
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_ops_are_cast_by_the_devices_policy(device: str, dtype: torch.dtype, name: str) -> None:
-    """softmax is fp32 on a GPU, matmul the region's dtype: by torch's own kernels for the device."""
+    """softmax is fp32 on a GPU, matmul the region's dtype: by torch's kernels for the device."""
     op, want = OPS[name]
     with simulate(HARDWARE[device]), FakeTensorMode(), torch.no_grad():
         low = torch.empty(8, 8, device=device, dtype=dtype)
@@ -92,10 +92,7 @@ def test_every_spelling_enables_this_device_and_no_other(device: str, spelling: 
 @pytest.mark.parametrize("device", sorted(HARDWARE))
 def test_float64_and_integers_are_left_alone(device: str) -> None:
     """Autocast touches floating-point tensors that are not float64."""
-    if device == "mps":
-        kinds = [torch.int64]
-    else:
-        kinds = [torch.float64, torch.int64]
+    kinds = [torch.int64] if device == "mps" else [torch.float64, torch.int64]
     with simulate(HARDWARE[device]), FakeTensorMode(), torch.no_grad():
         with amphal.autocast(device, FP16):
             for kind in kinds:
