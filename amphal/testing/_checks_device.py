@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class DeviceChecks:
         self, subject: Subject, dtype: torch.dtype
     ) -> None:
         """The ops with an autocast kernel for this device are exactly those on the lists."""
-        with subject.at_work(dtype) as plan:
+        with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             with _region(subject, dtype):
                 live = autocast_ops(autocast_key(subject.device_type))
@@ -58,7 +59,7 @@ class DeviceChecks:
         """Each common op computes in the dtype that its policy says, listed or not."""
         policy = dict(subject.backend.op_lists(dtype))
         wrong = []
-        with subject.at_work(dtype) as plan:
+        with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             with _region(subject, dtype):
                 for op, call in CALLS.items():
@@ -75,7 +76,7 @@ class DeviceChecks:
     def test_a_banned_op_is_refused(self, subject: Subject, dtype: torch.dtype) -> None:
         """An op on the list ``banned`` raises in the region; off the list it computes."""
         banned = "binary_cross_entropy" in subject.backend.op_lists(dtype).banned
-        with subject.at_work(dtype) as plan:
+        with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             x = subject.tensor(4, dtype=torch.float32)
             call = torch.nn.functional.binary_cross_entropy
@@ -89,7 +90,7 @@ class DeviceChecks:
     def test_a_region_restores_what_it_found(self, subject: Subject) -> None:
         """After nested regions, left by an exception too, torch's autocast state is as before."""
         before = torch_state(subject.device_type)
-        with subject.at_work() as plan:
+        with _work(subject) as plan:
             dtypes = [d for d in LOW_PRECISION if plan.support[d].level != "absent"]
             with contextlib.suppress(ZeroDivisionError):
                 with _region(subject, torch.float32):
@@ -103,7 +104,7 @@ class DeviceChecks:
 
     def test_fp32_means_full_precision(self, subject: Subject) -> None:
         """A region of float32 is full precision on this device, without a warning."""
-        with subject.at_work(), warnings.catch_warnings():
+        with _work(subject), warnings.catch_warnings():
             warnings.simplefilter("error")
             with _autocast.autocast(subject.device_type, dtype="fp32"):
                 x = subject.tensor(4, 4)
@@ -207,6 +208,15 @@ class DeviceChecks:
         assert twin.scaler.get_scale() == run.scaler.get_scale()
         assert twin.step() == run.step(), "one step after loading gives another loss"
         assert all(map(torch.equal, twin.weights(), run.weights())), "and other weights"
+
+
+@contextlib.contextmanager
+def _work(subject: Subject, dtype: torch.dtype | None = None) -> Iterator[_detect.Plan]:
+    reason = subject.why_no_tensors()
+    if reason:
+        pytest.skip(f"no device, and no fake tensors of one: {reason}")
+    with subject.at_work(dtype) as plan:
+        yield plan
 
 
 def _plan_or_skip(subject: Subject, dtype: torch.dtype) -> _detect.Plan:

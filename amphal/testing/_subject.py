@@ -57,6 +57,19 @@ class Subject:
         with simulate(records[0]), FakeTensorMode(), torch.no_grad():
             yield _detect.detect(self.device_type)
 
+    def why_no_tensors(self) -> str:
+        """Why there are no tensors of the device here, not even fake ones; empty if there are."""
+        if self.availability:
+            return ""
+        from torch._subclasses import FakeTensorMode
+
+        try:
+            with FakeTensorMode():
+                torch.empty(1, device=self.device_type)
+        except Exception as exc:  # torch doesn't know the device type without its extension
+            return str(exc).partition("\n")[0]
+        return ""
+
     def _can(self, hardware: Hardware, dtype: torch.dtype | None) -> bool:
         support = self.backend.dtypes(hardware)
         return dtype is None or (dtype in support and support[dtype].level != "absent")
