@@ -51,3 +51,43 @@ def plain_autocast(
     region = torch.autocast(device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
     region._enabled = enabled
     return region
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of a device type's autocast dispatch key, such as ``"AutocastXPU"``."""
+    if device_type == privateuse1_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
+
+
+def schema_exists(qualified_name: str) -> bool:
+    """Whether the dispatcher has a definition of this overload, and not only kernels for it.
+
+    An extension may register kernels for the ops of another extension, which is not loaded.
+    """
+    name, _, overload = qualified_name.partition(".")
+    try:
+        _private("_get_schema")(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def all_op_names() -> list[str]:
+    """Every overload that the dispatcher knows, such as ``"aten::softmax.int"``."""
+    return list(_private("_dispatch_get_all_op_names")())
+
+
+def registered_ops(dispatch_key: str) -> frozenset[str]:
+    """The overloads that have a kernel of their own under this dispatch key."""
+    return frozenset(_private("_dispatch_get_registrations_for_dispatch_key")(dispatch_key))
+
+
+def has_fallthrough(dispatch_key: str) -> bool:
+    """Whether ops without a kernel of their own pass through this dispatch key."""
+    # "aten::relu" is on the autocast list of nobody who has no fallthrough.
+    return "fallthrough" in next(
+        line
+        for line in _private("_dispatch_dump_table")("aten::relu").splitlines()
+        if line.startswith(f"{dispatch_key}:")
+    )

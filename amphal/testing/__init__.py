@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._observe import observe_policy
 from ._simulate import simulate
 
-__all__ = ["simulate"]
+__all__ = ["observe_policy", "simulate"]
