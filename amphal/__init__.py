@@ -9,6 +9,7 @@ from __future__ import annotations
 from ._autocast import autocast, custom_bwd, custom_fwd
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._detect import Plan, detect
+from ._hardware import KnownHardware, known_hardware
 from ._oplists import OpLists
 from ._ops import op_lists
 from ._registry import (
@@ -53,6 +54,7 @@ __all__ = [
     "DuplicateBackendError",
     "GradScaler",
     "Hardware",
+    "KnownHardware",
     "OpLists",
     "OpPolicyError",
     "Plan",
@@ -71,6 +73,7 @@ __all__ = [
     "custom_fwd",
     "detect",
     "get_backend",
+    "known_hardware",
     "op_lists",
     "register_backend",
     "registered_backends",

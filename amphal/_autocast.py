@@ -1,4 +1,4 @@
-"""``amphal.autocast``, ``custom_fwd`` and ``custom_bwd``: the front end over torch's autocast state.
+"""``amphal.autocast``, ``custom_fwd`` and ``custom_bwd``: the front end over torch's state.
 
 A region is a subclass of ``torch.autocast``, because Dynamo and export know instances of that class
 and nothing else. It keeps no state on itself: what it found on enter lies on a stack of the thread
@@ -11,12 +11,12 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
 from . import _compat, _detect, _registry
-from ._backend import LOW_PRECISION
+from ._backend import LOW_PRECISION, Hardware
 from ._detect import DeviceLike, Plan, PrecisionLike
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
 
@@ -37,18 +37,16 @@ _function_mode_on = _compat.function_mode_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
-class _Entry:
-    """What one entry of a region found, to be put back when it is left."""
+class _Entry(NamedTuple):
+    """What one entry of a region found, to be put back when it is left; None: left as it was."""
 
-    __slots__ = ("cache", "delegate", "dtype", "enabled", "nested", "region")
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self.enabled: bool | None = None
-        self.dtype: torch.dtype | None = None
-        self.cache: bool | None = None
-        self.nested = False
-        self.delegate: torch.autocast | None = None
+    region: Region
+    enabled: bool | None
+    dtype: torch.dtype | None
+    cache: bool | None
+    nested: bool
+    """An entry below keeps torch's nesting count above zero, so this one did not count."""
+    delegate: torch.autocast | None = None
 
 
 class _Thread(threading.local):
@@ -57,6 +55,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_new_entry = tuple.__new__
 
 
 class Region(torch.autocast):
@@ -76,78 +75,90 @@ class Region(torch.autocast):
         self.custom_backend_name = _compat.privateuse1_name()
 
     def __enter__(self) -> Region:
-        entry = _Entry(self)
         stack = _thread.stack
         if _function_mode_on():
-            self._enter_delegate(entry)
-            stack.append(entry)
-            return self
+            return self._enter_delegate(stack)
         device = self.device
-        entry.nested = bool(stack)
+        found_enabled = found_dtype = found_cache = None
+        nested = bool(stack)
         try:
-            if not entry.nested:
+            if not nested:
                 _enter_nesting()
-            enabled = _is_enabled(device)
             if self._enabled:
                 dtype = _get_dtype(device)
                 if dtype is not self.fast_dtype:
-                    entry.dtype = dtype
                     _set_dtype(device, self.fast_dtype)
+                    found_dtype = dtype
                     # torch's cache of cast weights is keyed by the weight alone: casts made for
                     # the surrounding region's dtype must not meet this one's inputs.
                     _clear_cache()
+            enabled = _is_enabled(device)
             if enabled is not self._enabled:
-                entry.enabled = enabled
                 _set_enabled(device, self._enabled)
+                found_enabled = enabled
             if self._cache_enabled is not None:
                 cache = _is_cache_enabled()
                 if cache is not self._cache_enabled:
-                    entry.cache = cache
                     _set_cache_enabled(self._cache_enabled)
-            stack.append(entry)
+                    found_cache = cache
+            # Made without NamedTuple's own constructor, which costs as much as the rest.
+            stack.append(
+                _new_entry(_Entry, (self, found_enabled, found_dtype, found_cache, nested, None))
+            )
         except BaseException:
-            self._restore(entry)
+            self._restore(found_enabled, found_dtype, found_cache, nested)
             raise
         return self
 
-    def __exit__(self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None) -> bool:  # type: ignore[override]
+    def __exit__(
+        self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
+    ) -> Literal[False]:
         stack = _thread.stack
-        if not stack or stack[-1].region is not self:
-            entry = self._leave_out_of_order(stack)
-            if entry is None:
-                return False
+        if stack and stack[-1][0] is self:
+            _, enabled, dtype, cache, nested, delegate = stack.pop()
         else:
-            entry = stack.pop()
-        if entry.delegate is not None:
-            entry.delegate.__exit__(exc_type, exc_val, exc_tb)
+            _, enabled, dtype, cache, nested, delegate = self._take_from_below(stack)
+        if delegate is not None:
+            delegate.__exit__(exc_type, exc_val, exc_tb)
+            if dtype is not None:
+                _clear_cache()
         else:
-            self._restore(entry)
+            self._restore(enabled, dtype, cache, nested)
         return False
 
-    def _restore(self, entry: _Entry) -> None:
-        device = self.device
-        if not entry.nested and _exit_nesting() == 0:
+    def _restore(
+        self,
+        enabled: bool | None,
+        dtype: torch.dtype | None,
+        cache: bool | None,
+        nested: bool,
+    ) -> None:
+        if not nested and _exit_nesting() == 0:
             _clear_cache()
-        if entry.enabled is not None:
-            _set_enabled(device, entry.enabled)
-        if entry.dtype is not None:
-            _set_dtype(device, entry.dtype)
+        if enabled is not None:
+            _set_enabled(self.device, enabled)
+        if dtype is not None:
+            _set_dtype(self.device, dtype)
             _clear_cache()
-        if entry.cache is not None:
-            _set_cache_enabled(entry.cache)
+        if cache is not None:
+            _set_cache_enabled(cache)
 
-    def _enter_delegate(self, entry: _Entry) -> None:
+    def _enter_delegate(self, stack: list[_Entry]) -> Region:
         # Under a function mode (export's pre-dispatch tracing is one) torch's own object must be
         # the one that enters: it records itself in the graph. A new one each time, since it keeps
         # its state on itself.
-        entry.delegate = _compat.plain_autocast(
+        delegate = _compat.plain_autocast(
             self.device, self.fast_dtype, self._enabled, self._cache_enabled
         )
-        if entry.delegate.fast_dtype is not _get_dtype(self.device):
+        dtype = _get_dtype(self.device)
+        changed = None if dtype is self.fast_dtype else dtype
+        if changed is not None:
             _clear_cache()
-        entry.delegate.__enter__()
+        delegate.__enter__()  # type: ignore[no-untyped-call]
+        stack.append(_Entry(self, None, changed, None, False, delegate))
+        return self
 
-    def _leave_out_of_order(self, stack: list[_Entry]) -> _Entry | None:
+    def _take_from_below(self, stack: list[_Entry]) -> _Entry:
         """Take this region's entry from below the top, handing what it would restore to the next.
 
         Happens when a suspended generator holds a region: regions end in another order than they
@@ -160,22 +171,24 @@ class Region(torch.autocast):
                 "it; enter and leave a region in the same thread (use 'with')"
             )
         entry = stack.pop(at)
-        if entry.delegate is not None or at == len(stack):
+        if entry.delegate is not None:
             return entry
-        above = stack[at]
         if not entry.nested:
-            above.nested, entry.nested = False, True
+            stack[at] = stack[at]._replace(nested=False)
+            entry = entry._replace(nested=True)
         if entry.cache is not None:
-            above.cache, entry.cache = entry.cache, None
-        same = next((e for e in stack[at:] if e.region.device == self.device), None)
+            stack[at] = stack[at]._replace(cache=entry.cache)
+            entry = entry._replace(cache=None)
+        above = range(at, len(stack))
+        same = next((i for i in above if stack[i].region.device == self.device), None)
         if same is not None:
-            if entry.enabled is not None:
-                same.enabled, entry.enabled = entry.enabled, None
-            if entry.dtype is not None:
-                same.dtype, entry.dtype = entry.dtype, None
+            found = {n: getattr(entry, n) for n in ("enabled", "dtype")}
+            handed = {n: value for n, value in found.items() if value is not None}
+            stack[same] = stack[same]._replace(**handed)
+            entry = entry._replace(enabled=None, dtype=None)
         return entry
 
-    def __call__(self, func: _F) -> _F:  # type: ignore[override]
+    def __call__(self, func: _F) -> _F:
         """Decorate ``func``: a function, a coroutine function or a generator function."""
         if not callable(func):
             raise ArgumentTypeError(
@@ -209,7 +222,7 @@ def _drive(steps: Any, region: Callable[[], torch.autocast]) -> Generator[Any, A
                 steps.close()
             raise
         except BaseException as exc:
-            resume, argument = steps.throw, exc  # type: ignore[assignment]
+            resume, argument = steps.throw, exc
 
 
 class _Driven:
@@ -279,7 +292,7 @@ def autocast(
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
-) -> torch.autocast: ...
+) -> Region: ...
 def autocast(
     device_type: Any = None,
     dtype: PrecisionLike | None = None,
@@ -382,19 +395,19 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
             _detect.detect(device.device, precision=precision)
     elif not enabled and device is not None:
         # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
-        if isinstance(device, _detect.Hardware):
+        if isinstance(device, Hardware):
             raise _no_hardware(device)
         device_type, _ = _detect.named_device(device, what="device_type")
         device_type = _registry.get_backend(device_type).device_type
     else:
-        if isinstance(device, _detect.Hardware):
+        if isinstance(device, Hardware):
             raise _no_hardware(device)
         if device is not None:
             device = _torch_device_string(*_detect.named_device(device, what="device_type"))
         plan = _detect.detect(device, precision="auto" if precision is None else precision)
         device_type = plan.device.type
         precision = plan.dtype
-    if not torch.amp.is_autocast_available(device_type):
+    if not _compat.autocast_available(device_type):
         raise ArgumentError(
             f"torch has no autocast for device type {device_type!r}; "
             "a region on it could change nothing"
@@ -402,14 +415,14 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
     on = enabled and precision in LOW_PRECISION
     if precision not in LOW_PRECISION:
         precision = _get_dtype(device_type)
-    return device_type, precision, on  # type: ignore[return-value]
+    return device_type, precision, on
 
 
 def _torch_device_string(device_type: str, index: int | None) -> str:
     return device_type if index is None else f"{device_type}:{index}"
 
 
-def _no_hardware(hardware: _detect.Hardware) -> ArgumentTypeError:
+def _no_hardware(hardware: Hardware) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"autocast() runs on a device that is here, and {hardware.name!r} is a description; "
         "pass a device, or ask amphal.detect() about the description"
@@ -430,7 +443,7 @@ def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
 
 
 def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
+    """Cast floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
     if isinstance(value, torch.Tensor):
         eligible = (
             value.is_floating_point()
@@ -476,14 +489,14 @@ def custom_fwd(
     if not callable(fwd):
         raise ArgumentTypeError(f"custom_fwd decorates a function, got {type(fwd).__name__}")
     named = None if device_type is None else _detect.named_device(device_type, "device_type")[0]
-    if named is not None and not torch.amp.is_autocast_available(named):
+    if named is not None and not _compat.autocast_available(named):
         raise ArgumentError(f"torch has no autocast for device type {named!r}")
     target = _cast_dtype(cast_inputs)
 
     @functools.wraps(fwd)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         types = {named: None} if named else _device_types((args, kwargs), {})
-        available = [t for t in types if torch.amp.is_autocast_available(t)]
+        available = [t for t in types if _compat.autocast_available(t)]
         state = tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
         on = tuple(t for t, enabled, _ in state if enabled)
         if target is not None and on:

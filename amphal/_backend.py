@@ -214,7 +214,7 @@ class Backend:
     device_type: str
     """The torch device type, such as ``"cuda"``; also the name of the entry point."""
     priority: int
-    """:func:`amphal.detect` takes the available backend of the highest priority (cuda 100, cpu 0)."""
+    """:func:`amphal.detect` takes the available backend of highest priority (cuda 100, cpu 0)."""
     available: Callable[[], Availability]
     """Whether the device can be used now. Never raises."""
     probe: Callable[[int | None], Hardware]

@@ -5,6 +5,7 @@ Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the mess
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,14 @@ import torch
 
 from .errors import TorchTooOldError
 
-__all__ = ["constant_in_graphs", "function_mode_enabled", "plain_autocast", "privateuse1_name"]
+__all__ = [
+    "autocast_available",
+    "constant_in_graphs",
+    "foreach_devices",
+    "function_mode_enabled",
+    "plain_autocast",
+    "privateuse1_name",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -32,6 +40,31 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 
 # The name that a third-party device took for itself; torch.autocast keeps it as an attribute.
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
+
+
+def autocast_available(device_type: str) -> bool:
+    """Whether torch has an autocast state for this device type.
+
+    ``torch.amp.is_autocast_available`` raises for a name that torch does not know instead of
+    answering no.
+    """
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def foreach_devices() -> frozenset[str]:
+    """The device types whose foreach ops are real kernels; elsewhere they are loops over tensors.
+
+    Only speed hangs on the answer, so a torch without this list gets an empty one.
+    """
+    try:
+        from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.13
+        return frozenset()
+    return frozenset(_get_foreach_kernels_supported_devices())
 
 
 def constant_in_graphs(func: _F) -> _F:

@@ -33,6 +33,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._autocast import Region
     from ._scaler import GradScaler
 
 __all__ = [
@@ -95,9 +96,7 @@ class Plan:
             ),
         )
 
-    def autocast(
-        self, *, enabled: bool = True, cache_enabled: bool | None = None
-    ) -> torch.autocast:
+    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> Region:
         """A region of this plan's dtype on this plan's device: ``amphal.autocast(plan)``."""
         from ._autocast import autocast
 
@@ -254,15 +253,15 @@ def _choose(
     """Native and accelerated bf16, else accelerated fp16 with a scaler, else float32."""
     bf16, fp16 = support[torch.bfloat16], support[torch.float16]
     if bf16.level == "native" and bf16.accelerated:
-        return torch.bfloat16, [f"bf16 is native and faster than fp32 here: {bf16.why}"]
+        return torch.bfloat16, [f"chose bf16, native and faster than fp32 here: {bf16.why}"]
     no_bf16 = f"no bf16 by default ({_worth(bf16)}): {bf16.why}"
     if fp16.level != "absent" and fp16.accelerated:
         if can_scale:
-            return torch.float16, [f"fp16 is faster than fp32 here: {fp16.why}", no_bf16]
+            return torch.float16, [f"chose fp16, faster than fp32 here: {fp16.why}", no_bf16]
         no_fp16 = "no fp16: this hardware saturates instead of overflowing, so nothing can see it"
-        return torch.float32, [f"low precision doesn't pay here: {no_bf16}", no_fp16]
+        return torch.float32, ["low precision doesn't pay here", no_bf16, no_fp16]
     no_fp16 = f"no fp16 by default ({_worth(fp16)}): {fp16.why}"
-    return torch.float32, [f"low precision doesn't pay here: {no_bf16}", no_fp16]
+    return torch.float32, ["low precision doesn't pay here", no_bf16, no_fp16]
 
 
 def _worth(s: DtypeSupport) -> str:
@@ -293,7 +292,7 @@ def _plan(
                 f"{by} asks for {short_name(dtype)}, which {hardware.name} ({device}) cannot do: "
                 f"{s.why}. It can do: {', '.join(can)}"
             )
-        why = [f"{by} asks for {short_name(dtype)}: {s.why}"]
+        why = [f"asked for {short_name(dtype)} ({by}): {s.why}"]
         if dtype in LOW_PRECISION and (s.level == "emulated" or not s.accelerated):
             warning = (
                 f"{by} asks for {short_name(dtype)} on {hardware.name} ({device}), where it is "
@@ -302,7 +301,7 @@ def _plan(
             )
     use_scaler = dtype is torch.float16 and can_scale
     if use_scaler:
-        why.append("fp16 gradients underflow without loss scaling, so the scaler is on")
+        why.append("the scaler is on, because fp16 gradients underflow without loss scaling")
     elif dtype is torch.float16:
         note = "no scaler: this hardware saturates instead of overflowing, so it could not work"
         why.append(note)
@@ -337,7 +336,7 @@ def _best() -> tuple[Backend, Hardware, list[str]]:
                 answer = Availability(False, str(exc))
             else:
                 note = "the available backend of highest priority"
-                reasons = [f"{backend.device_type} is {note}"]
+                reasons = [f"chose {backend.device_type}, {note}"]
                 if passed:
                     reasons.append(f"not available: {'; '.join(passed)}")
                 return backend, hardware, reasons
@@ -400,7 +399,7 @@ class _Detect(Protocol):
 # One entry per question: the plan, and for a device without an index how to ask which is current.
 _Answer = tuple[Plan, Callable[[], int | None] | None, int | None]
 _cache: dict[tuple[object, object, str, str], _Answer] = {}
-_warned: set[tuple[Hardware, torch.dtype]] = set()
+_warned: set[tuple[str, str, torch.dtype]] = set()
 
 
 _listeners: list[Callable[[], object]] = []
@@ -449,8 +448,9 @@ def _detect(device: DeviceLike | None = None, *, precision: PrecisionLike = "aut
     except (KeyError, TypeError):
         pass
     plan, warning, current = _resolve(device, precision)
-    if warning and (plan.hardware, plan.dtype) not in _warned:
-        _warned.add((plan.hardware, plan.dtype))
+    told = (plan.device.type, plan.hardware.name, plan.dtype)
+    if warning and told not in _warned:
+        _warned.add(told)
         warnings.warn(warning, PrecisionWarning, stacklevel=_caller_level())
     _cache[key] = (plan, current, None if current is None else current())
     return plan

@@ -28,7 +28,7 @@ def base_name(op: str) -> str:
 
 
 class OpDiff(dict[str, tuple[str, str]]):
-    """The ops whose policy differs between two lists: name to ``(mine, theirs)``. Prints as a table."""
+    """The ops whose policy differs: name to ``(mine, theirs)``. Prints as a table."""
 
     def __repr__(self) -> str:
         if not self:
@@ -45,7 +45,8 @@ class OpLists:
     The policies are torch's own: ``lower_precision`` casts to the region's dtype, ``fp32`` to
     float32, ``fp32_set_opt_dtype`` and ``fp32_append_dtype`` compute in float32 through a dtype
     argument, ``promote`` takes the widest input dtype, ``banned`` raises. Ops that are in no set
-    run in the dtype of their inputs. Names outside aten carry their namespace: ``"torchvision::nms"``.
+    run in the dtype of their inputs. Names outside aten carry their namespace, as in
+    ``"torchvision::nms"``.
     """
 
     lower_precision: frozenset[str] = frozenset()
@@ -131,7 +132,7 @@ class OpLists:
     def replace(self, ops: Mapping[str, str] | None = None, /, **policies: str) -> OpLists:
         """These lists with other policies for some ops; a bare name means all its overloads.
 
-        ``lists.replace(softmax="lower_precision")``, or ``lists.replace({"softmax.int": "as_is"})``.
+        ``lists.replace(softmax="lower_precision")``, ``lists.replace({"softmax.int": "as_is"})``.
 
         Raises:
             OpPolicyError: an unknown op or policy, or a policy that makes no sense for the op.

@@ -140,8 +140,8 @@ def expand(policies: Mapping[str, str]) -> dict[str, str]:
     for op, policy in policies.items():
         if policy not in POLICIES:
             raise OpPolicyError(
-                f"{op!r}: there is no policy {policy!r}; a policy is one of "
-                f"'lower_precision', 'fp32', 'promote' and 'as_is'.{did_you_mean(str(policy), POLICIES)}"
+                f"{op!r}: there is no policy {policy!r}; a policy is one of 'lower_precision', "
+                f"'fp32', 'promote' and 'as_is'.{did_you_mean(str(policy), POLICIES)}"
             )
         names = overloads(op)
         refusals = {name: _refusal(name, policy) for name in names}

@@ -7,8 +7,9 @@ with its reason; it raises only when the user names it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
@@ -29,6 +30,7 @@ __all__ = [
     "availability",
     "get_backend",
     "on_change",
+    "overridden",
     "register_backend",
     "registered_backends",
     "unregister_backend",
@@ -186,6 +188,26 @@ def unregister_backend(device_type: str) -> Backend | None:
         row = rows.pop(device_type)
     _changed()
     return row.backend
+
+
+@contextlib.contextmanager
+def overridden(backend: Backend) -> Iterator[None]:
+    """Within the block ``backend`` serves its device type; then the row is as it was."""
+    with _lock:
+        rows = _registry()
+        name = backend.device_type
+        old = rows.get(name)
+        rows[name] = Registration(name, "simulated" if old is None else old.source, backend)
+    _changed()
+    try:
+        yield
+    finally:
+        with _lock:
+            if old is None:
+                rows.pop(name, None)
+            else:
+                rows[name] = old
+        _changed()
 
 
 def availability(backend: Backend) -> Availability:

@@ -5,20 +5,24 @@
     AmphalError                       everything that this package raises on purpose
      ├─ ArgumentError                 (ValueError)    a value that is not allowed
      │   ├─ UnknownDeviceError                        no backend is registered for this device type
-     │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision at all
+     │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision
      │   ├─ OpPolicyError                             an op or a casting policy that does not exist
-     │   └─ StateDictError                            a state that cannot be loaded; nothing was changed
+     │   ├─ ScalerArgumentError       (AssertionError) a value that a scaler cannot use
+     │   └─ StateDictError                            a state that cannot be loaded
+     │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
      ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
-     ├─ RegionStateError              (RuntimeError)  an autocast region left where it was not entered
+     ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
      ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
      ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
+     │   └─ MissingCallError          (AssertionError) a call that had to come first is missing
+     ├─ NonFiniteGradientError        (RuntimeError)  a gradient norm that cannot be clipped to
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
     AmphalWarning                     (UserWarning)
-     └─ PrecisionWarning                              the precision you named is emulated or slow here
+     └─ PrecisionWarning                              the precision named is emulated or slow
 
 Every message says what was given, what is allowed and what to do.
 """
@@ -36,10 +40,14 @@ __all__ = [
     "BackendError",
     "DeviceNotAvailableError",
     "DuplicateBackendError",
+    "MissingCallError",
+    "MissingStateKeyError",
+    "NonFiniteGradientError",
     "OpPolicyError",
     "PrecisionWarning",
     "RegionStateError",
     "ScaleCollapseError",
+    "ScalerArgumentError",
     "ScalerStateError",
     "StateDictError",
     "TorchTooOldError",
@@ -72,8 +80,18 @@ class OpPolicyError(ArgumentError):
     """An op or a casting policy that does not exist; the message offers near names."""
 
 
+class ScalerArgumentError(ArgumentError, AssertionError):
+    """A value that a gradient scaler cannot work with. torch's own raises AssertionError there."""
+
+
 class StateDictError(ArgumentError):
     """A state that cannot be loaded; nothing was changed."""
+
+
+class MissingStateKeyError(StateDictError, KeyError):
+    """A state without an entry that it must have. torch's own scaler raises KeyError there."""
+
+    __str__ = Exception.__str__  # KeyError shows the repr of a message
 
 
 class DeviceNotAvailableError(AmphalError, RuntimeError):
@@ -97,7 +115,15 @@ class TorchTooOldError(AmphalError, RuntimeError):
 
 
 class ScalerStateError(AmphalError, RuntimeError):
-    """A gradient scaler's methods were called out of order; the message says which call is missing."""
+    """A scaler's methods were called out of order; the message says which call is missing."""
+
+
+class MissingCallError(ScalerStateError, AssertionError):
+    """A call that had to come first is missing. torch's own scaler raises AssertionError there."""
+
+
+class NonFiniteGradientError(AmphalError, RuntimeError):
+    """The gradient norm is not finite and ``error_if_nonfinite`` was asked for."""
 
 
 class ScaleCollapseError(AmphalError, ArithmeticError):

@@ -20,17 +20,22 @@ from amphal._backend import torch_version
 
 __all__ = ["FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xla", "xpu"]
 
-_LOWER_PRECISION = frozenset(
+
+def _ops(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_LOWER_PRECISION = _ops(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
     mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
     _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     _scaled_dot_product_flash_attention scaled_dot_product_attention
-    """.split()
+    """
 )
 
-_FP32 = frozenset(
+_FP32 = _ops(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
@@ -39,38 +44,38 @@ _FP32 = frozenset(
     huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
     logsumexp
-    """.split()
+    """
 )
 
-_UPSAMPLE = frozenset(
+_UPSAMPLE = _ops(
     """
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
     upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-    """.split()
+    """
 )
 
-_FP32_SET_OPT_DTYPE = frozenset(
+_FP32_SET_OPT_DTYPE = _ops(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """.split()
+    """
 )
 
 _FP32_APPEND_DTYPE = frozenset(["norm.Scalar", "norm.ScalarOpt_dim"])
 
-_PROMOTE = frozenset(
+_PROMOTE = _ops(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """.split()
+    """
 )
 
 # Overloads by dimension name, which left torch with 2.13.
-_NAMED_SET_OPT_DTYPE = frozenset(
+_NAMED_SET_OPT_DTYPE = _ops(
     """
     prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname
     sum.dim_DimnameList
-    """.split()
+    """
 )
 _NAMED_APPEND_DTYPE = frozenset(["norm.names_ScalarOpt_dim"])
 
@@ -92,11 +97,11 @@ def _header() -> OpLists:
 
 
 # What torchvision puts on the autocast keys that it serves; each was observed on 0.24.
-_EXTENSIONS_FP32 = frozenset(
+_EXTENSIONS_FP32 = _ops(
     """
     torchvision::deform_conv2d torchvision::nms torchvision::ps_roi_align torchvision::ps_roi_pool
     torchvision::roi_align torchvision::roi_pool
-    """.split()
+    """
 )
 
 
@@ -120,20 +125,20 @@ def cuda(dtype: torch.dtype) -> OpLists:
 
 
 # ops that XPU and CUDA lower and MPS does not have on its list
-_NOT_ON_MPS = frozenset(
+_NOT_ON_MPS = _ops(
     """
     _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell
     linalg_vecdot rnn_relu_cell rnn_tanh_cell conv3d conv_transpose3d.input
-    """.split()
+    """
 )
 
 
 def mps(dtype: torch.dtype) -> OpLists:
     """The policy of MPS autocast.
 
-    Written by hand in torch: the set_opt_dtype ops are plain fp32, nothing is banned, and upsampling,
-    the cells and the p-norms are missing. 3-d convolutions came with torch 2.9, the transposed one
-    to fp32.
+    Written by hand in torch: the set_opt_dtype ops are plain fp32, nothing is banned, upsampling,
+    the cells and the p-norms are missing. 3-d convolutions came with torch 2.9, the transposed
+    one to fp32.
     """
     late = torch_version() >= (2, 9)
     return OpLists(
@@ -147,16 +152,16 @@ def mps(dtype: torch.dtype) -> OpLists:
     )
 
 
-_CPU_LOWER_PRECISION = frozenset(
+_CPU_LOWER_PRECISION = _ops(
     """
     _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm
     conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear matmul mkldnn_rnn_layer mm
     prelu scaled_dot_product_attention
-    """.split()
+    """
 )
 
-_CPU_FP32 = frozenset(
+_CPU_FP32 = _ops(
     """
     _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
     binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse
@@ -175,14 +180,14 @@ _CPU_FP32 = frozenset(
     prod.dim_int prod.dim_Dimname qr quantile quantile.scalar reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft
     stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
-    """.split()
+    """
 )
 
 _CPU_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])
 
 # Intel's extension (IPEX) adds to the CPU's list when it is imported; it changes no policy of
 # torch's own ops. Each was observed on IPEX 2.8.
-_IPEX_LOWER_PRECISION = frozenset(
+_IPEX_LOWER_PRECISION = _ops(
     """
     _transform_bias_rescale_qkv group_norm torch_ipex::conv_transpose
     torch_ipex::convolution_forward torch_ipex::embedding_bag torch_ipex::ipex_linear
@@ -191,13 +196,13 @@ _IPEX_LOWER_PRECISION = frozenset(
     torch_ipex::woq_linear_add torch_ipex::woq_linear_add_add torch_ipex::woq_linear_gelu
     torch_ipex::woq_linear_mul torch_ipex::woq_linear_new_gelu torch_ipex::woq_linear_relu
     torch_ipex::woq_linear_silu
-    """.split()
+    """
 )
-_IPEX_FP32 = frozenset(
+_IPEX_FP32 = _ops(
     """
     _adaptive_avg_pool3d torch_ipex::batch_score_nms torch_ipex::nms
     torch_ipex::parallel_scale_back_batch torch_ipex::rpn_nms
-    """.split()
+    """
 )
 _IPEX_PROMOTE = frozenset(["torch_ipex::ROIAlign_forward", "torch_ipex::interaction_forward"])
 # On the autocast key with a kernel that casts nothing.
@@ -223,15 +228,15 @@ def cpu(dtype: torch.dtype) -> OpLists:
     )
 
 
-_XLA_LOWER_PRECISION = frozenset(
+_XLA_LOWER_PRECISION = _ops(
     """
     addbmm addmm baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
     conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input einsum linear matmul
     max_pool2d mm prelu relu
-    """.split()
+    """
 )
 
-_XLA_FP32 = frozenset(
+_XLA_FP32 = _ops(
     """
     _softmax batch_norm binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
     cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList
@@ -241,7 +246,7 @@ _XLA_FP32 = frozenset(
     prod prod.dim_Dimname prod.dim_int qr reflection_pad1d reflection_pad2d replication_pad1d
     replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss softmax.Dimname
     softmax.int svd trace triangular_solve triplet_margin_loss
-    """.split()
+    """
 )
 
 _XLA_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])

@@ -1,1 +1,1 @@
-"""Bridges to the frameworks around torch: one file a framework, each importing it inside functions."""
+"""Bridges to the frameworks around torch: one file each, importing it inside functions."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .. import _detect, _opnames
-from .._oplists import base_name
 from ..errors import ArgumentError, OpPolicyError
 
 __all__ = ["observe_policy"]
@@ -95,18 +94,19 @@ def _watch(
 
     seen: list[_Call] = []
 
-    class Watch(TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if base_name(str(func.name())) == base_name(str(op.name())):
+            if func._schema.name == op._schema.name:
                 seen.append((func, args, kwargs or {}))
                 raise _SeenError
             return func(*args, **(kwargs or {}))
 
+    watch = Watch()  # type: ignore[no-untyped-call]
     with FakeTensorMode(), torch.inference_mode():
         args, kwargs = _arguments(op, device, dtypes)
-        with _region(device, low), Watch(), contextlib.suppress(_SeenError):
+        with _region(device, low), watch, contextlib.suppress(_SeenError):
             op(*args, **kwargs)
     if not seen:
         raise RuntimeError("it called another op instead")

@@ -32,8 +32,5 @@ def simulate(hardware: Hardware, *, priority: int | None = None) -> Iterator[Bac
         probe=lambda index: dataclasses.replace(hardware, index=index),
         current_index=lambda: None,
     )
-    _registry.register_backend(fake, replace=True)
-    try:
+    with _registry.overridden(fake):
         yield fake
-    finally:
-        _registry.register_backend(real, replace=True)

@@ -1,0 +1,115 @@
+"""The command line: ``amphal detect [--device D] [--precision P] [--json]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from . import _registry
+from ._detect import Plan, detect
+from .errors import AmphalError, PrecisionWarning
+
+__all__ = ["main"]
+
+
+def _rows() -> list[dict[str, Any]]:
+    """A row a backend: is it usable here, why not, and the plan that it would get."""
+    out: list[dict[str, Any]] = []
+    for row in _registry.registered_backends().values():
+        backend = row.backend
+        found: dict[str, Any] = {
+            "name": row.name,
+            "source": row.source,
+            "priority": None if backend is None else backend.priority,
+            "available": False,
+            "reason": row.error,
+            "plan": None,
+        }
+        if backend is not None:
+            answer = _registry.availability(backend)
+            found["available"], found["reason"] = answer.ok, answer.reason
+            if answer:
+                try:
+                    found["plan"] = detect(backend.device_type, precision="auto").to_dict()
+                except AmphalError as exc:
+                    found["reason"] = str(exc)
+        out.append(found)
+    return sorted(out, key=lambda r: (r["priority"] is None, -(r["priority"] or 0), r["name"]))
+
+
+def _chosen(device: str | None, precision: str) -> tuple[Plan | None, str, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrecisionWarning)
+        try:
+            return detect(device, precision=precision), "", [str(w.message) for w in caught]
+        except AmphalError as exc:
+            return None, str(exc), []
+
+
+def _print_json(plan: Plan | None, error: str, notes: list[str]) -> None:
+    document = {
+        "backends": _rows(),
+        "plan": None if plan is None else plan.to_dict(),
+        "error": error or None,
+        "warnings": notes,
+    }
+    print(json.dumps(document, indent=2))
+
+
+def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "from", "priority", "here", "hardware", "precision", "scaler")
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in _rows():
+        found = row["plan"]
+        cells = (
+            ("", "", "")
+            if found is None
+            else (found["hardware"]["name"], found["dtype"], "on" if found["use_scaler"] else "off")
+        )
+        here = "yes" if row["available"] else "no"
+        here += f": {row['reason']}" if row["reason"] else ""
+        priority = "" if row["priority"] is None else str(row["priority"])
+        # Text, because what a driver or a plug-in says is no markup.
+        table.add_row(*(Text(c) for c in (row["name"], row["source"], priority, here, *cells)))
+    console = Console(soft_wrap=False)
+    console.print(table)
+    if plan is not None:
+        console.print(Text(plan.explain()))
+    for note in notes:
+        console.print(Text(f"Warning: {note}"))
+    if error:
+        sys.stdout.flush()
+        Console(stderr=True).print(Text(f"Error: {error}"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="amphal", description="Mixed precision for every PyTorch device."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    found = commands.add_parser(
+        "detect", help="show every backend, and the plan for this machine with its reasons"
+    )
+    found.add_argument("--device", help="ask about this device (AMPHAL_DEVICE stands in for it)")
+    found.add_argument(
+        "--precision", default="auto", help="auto, bf16, fp16 or fp32 (or AMPHAL_PRECISION)"
+    )
+    found.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, or 1 where there is no plan."""
+    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    plan, error, notes = _chosen(args.device, args.precision)
+    (_print_json if args.json else _print_table)(plan, error, notes)
+    return 0 if plan is not None else 1

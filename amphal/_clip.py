@@ -1,0 +1,258 @@
+"""Clipping by norm, folded into unscaling: one read of the gradients.
+
+The norm of the scaled gradients gives everything: the unscaled norm, the clipping and whether any
+gradient is inf or NaN. A fused optimizer then divides by ``scale / clipping`` as it steps; for
+others one multiplication unscales and clips at once.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from . import _grads, _scaler_rules
+from .errors import (
+    ArgumentTypeError,
+    NonFiniteGradientError,
+    ScalerArgumentError,
+    ScalerStateError,
+)
+
+if TYPE_CHECKING:
+    from ._scaler import GradScaler
+
+__all__ = ["clip", "listed", "recheck", "total_norm"]
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Some of the names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def clip(
+    scaler: GradScaler, what: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """See :meth:`GradScaler.clip_grad_norm_`."""
+    max_norm, norm_type = _arguments(max_norm, norm_type, error_if_nonfinite)
+    if hasattr(what, "param_groups"):
+        params = _params_of(_scaler_rules.optimizer(what))
+    else:
+        what, params = None, _parameters(what)
+    with torch.no_grad():
+        if not scaler._enabled:
+            return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+        scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
+        if what is None:
+            return _clip_params(scaler, params, scale, max_norm, norm_type, error_if_nonfinite)
+        return _clip_optimizer(scaler, what, scale, max_norm, norm_type, error_if_nonfinite)
+
+
+def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
+    if isinstance(max_norm, Tensor) or isinstance(max_norm, bool):
+        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
+    if not isinstance(max_norm, numbers.Real):
+        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
+    if not max_norm >= 0:
+        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"norm_type must be a number of more than 0, or inf, got {norm_type!r}"
+        ) from None
+    if not order > 0:
+        raise ScalerArgumentError(f"norm_type must be more than 0, or inf, got {norm_type!r}")
+    if not isinstance(error_if_nonfinite, bool):
+        raise ArgumentTypeError(
+            f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}"
+        )
+    return float(max_norm), order
+
+
+def _params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _parameters(what: Any) -> list[Tensor]:
+    if isinstance(what, Tensor):
+        return [what]
+    params = list(what) if isinstance(what, Iterable) else [what]
+    wrong = [p for p in params if not isinstance(p, Tensor)]
+    if wrong:
+        raise ArgumentTypeError(
+            "clip_grad_norm_() takes an optimizer, a parameter or an iterable of parameters "
+            f"(model.parameters()), got {type(wrong[0]).__name__} among them"
+        )
+    return params
+
+
+def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients as they are, as torch computes it; a DTensor's in full."""
+    grads = []
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse:
+            grad = param.grad = grad.coalesce()  # duplicate indices must be summed first
+            grad = grad._values()
+        if grad is not None:
+            grads.append(grad)
+    norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _coefficient(total: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def _multiply(groups: _grads.Groups, factor: Tensor) -> None:
+    for (device, _, kind), grads in groups.items():
+        if kind is Tensor:
+            torch._foreach_mul_(grads, factor.to(device))
+        else:
+            for grad in grads:
+                grad.mul_(factor.to(device))
+
+
+def _refuse_nonfinite(
+    scaler: GradScaler, total: Tensor, norm_type: float, params: list[Tensor]
+) -> None:
+    if bool(torch.isfinite(total)):
+        return
+    names = _grads.names_of_nonfinite([_Shell(params)], scaler._names())
+    raise NonFiniteGradientError(
+        f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
+        f"error_if_nonfinite=True was given. Not finite: {listed(names) or 'the norm alone'}. "
+        "With error_if_nonfinite=False the scaler skips the step and backs off"
+    )
+
+
+class _Shell:
+    """Parameters that belong to no optimizer, shaped like one for naming them."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def _clip_unscaled(
+    scaler: GradScaler,
+    params: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    total = total_norm(params, norm_type)
+    if error_if_nonfinite:
+        _refuse_nonfinite(scaler, total, norm_type, params)
+    _multiply(_grads.gather(params), _coefficient(total, max_norm))
+    return total
+
+
+def _clip_optimizer(
+    scaler: GradScaler,
+    optimizer: Any,
+    scale: Tensor,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    from ._scaler import _is_fused, _out_of_order
+
+    state = scaler._state_of(optimizer)
+    if state["stage"] is OptState.STEPPED or "divisor" in state:
+        raise _out_of_order("clip_grad_norm_", state)
+    params = _params_of(optimizer)
+    groups = scaler._gather(optimizer)
+    # Powers other than 2 may overflow on the scaled gradients where they would not on the unscaled.
+    folds = norm_type in (2.0, math.inf) and _grads.is_plain(groups) and bool(groups)
+    if state["stage"] is OptState.READY and not folds:
+        scaler.unscale_(optimizer)
+    if state["stage"] is OptState.UNSCALED:
+        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+
+    scaled = total_norm(params, norm_type)
+    inverse = scale.reciprocal().to(scaled.device)
+    total = (scaled * inverse).to(scaled.dtype)
+    if error_if_nonfinite:
+        _refuse_nonfinite(scaler, total, norm_type, params)
+    coefficient = _coefficient(total, max_norm)
+    flag = _grads.nonfinite_flag(total)
+    state["found_inf_per_device"] = {flag.device: flag}
+    state["stage"] = OptState.UNSCALED
+    if _is_fused(optimizer):
+        divisor = scale.to(scaled.device) / coefficient
+        state["divisor"] = divisor.to(torch.float32)
+        return total
+    # After an overflow the gradients stay as they are, for the exact check before the step.
+    factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
+    _multiply(_grads.gather(params), factor)
+    state["recheck"] = (max_norm, norm_type)
+    return total
+
+
+def _clip_params(
+    scaler: GradScaler,
+    params: list[Tensor],
+    scale: Tensor,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip parameters that came without their optimizer: scaled or not, they stay as they are."""
+    if not _are_scaled(scaler, params):
+        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+    scaled = total_norm(params, norm_type)
+    total = (scaled * scale.reciprocal().to(scaled.device)).to(scaled.dtype)
+    if error_if_nonfinite:
+        _refuse_nonfinite(scaler, total, norm_type, params)
+    # A coefficient of 0 turns inf into NaN, so what was not finite is still found by the step.
+    _multiply(_grads.gather(params), _coefficient(total, max_norm))
+    return total
+
+
+def _are_scaled(scaler: GradScaler, params: list[Tensor]) -> bool:
+    ids = {id(param) for param in params}
+    unscaled: set[int] = set()
+    for state in scaler._per_optimizer_states.values():
+        if state["stage"] is OptState.READY or "optimizer" not in state:
+            continue
+        own = ids & {id(param) for param in _params_of(state["optimizer"])}
+        if own and (state["stage"] is OptState.STEPPED or "divisor" in state):
+            raise ScalerStateError(
+                "clip_grad_norm_() was called for parameters whose optimizer was "
+                + ("stepped" if state["stage"] is OptState.STEPPED else "clipped")
+                + " already since the last update(): clip once, before step()"
+            )
+        unscaled |= own
+    if unscaled and unscaled != ids:
+        raise ScalerStateError(
+            "clip_grad_norm_() was given parameters of which some are unscaled already and some "
+            "are not: call scaler.unscale_(optimizer) for every optimizer concerned, or for none"
+        )
+    return not unscaled
+
+
+def recheck(scaler: GradScaler, states: list[dict[str, Any]]) -> Tensor | None:
+    """After a norm that was not finite: unscale and clip exactly. The flag of all these optimizers.
+
+    A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
+    """
+    assert scaler._scale is not None
+    inverse, again, flags = scaler._scale.reciprocal(), [], []
+    for state in states:
+        own = state.get("own", state["found_inf_per_device"])
+        if "recheck" in state and any(flag.item() for flag in own.values()):
+            own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
+            again.append((_params_of(state["optimizer"]), *state["recheck"]))
+        flags += own.values()
+    flag = _grads.any_flag(flags, scaler._scale.device)
+    if flag is not None and not flag.item():
+        for params, max_norm, norm_type in again:
+            _clip_unscaled(scaler, params, max_norm, norm_type, False)
+    return flag

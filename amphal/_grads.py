@@ -1,0 +1,228 @@
+"""Gradients as a scaler sees them: gathered, named, checked and unscaled, with no host sync.
+
+A *flag* is a float32 scalar tensor on a gradient's device: 0.0, or 1.0 where something is not
+finite. float64 is never used, except on gradients that are float64 themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _compat
+
+__all__ = [
+    "Groups",
+    "any_flag",
+    "empty",
+    "float32",
+    "gather",
+    "is_plain",
+    "names_of_nonfinite",
+    "nonfinite_flag",
+    "parameter_name",
+    "probe",
+    "unscale_",
+    "update_scale_",
+]
+
+Groups = dict[tuple[torch.device, torch.dtype, type], list[Tensor]]
+
+
+def float32(value: float) -> float:
+    """``value`` rounded to float32; inf beyond its range."""
+    return ctypes.c_float(value).value
+
+
+def empty(optimizer: Any) -> bool:
+    """Whether no parameter of the optimizer has a gradient."""
+    return all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+
+
+def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
+    """The gradients by device, dtype and tensor class: strided real tensors that share memory.
+
+    A sparse gradient gives its values, coalesced first if ``coalesce``; a complex one its parts.
+    """
+    groups: Groups = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            if coalesce and grad.is_sparse and not grad.is_coalesced():
+                grad = param.grad = grad.coalesce()
+            grad = grad._values() if grad.is_sparse else grad.values()
+        key = (grad.device, grad.dtype, type(grad))
+        if key in groups:
+            groups[key].append(grad)
+        else:
+            groups[key] = [grad]
+    for key in [key for key in groups if key[1].is_complex]:
+        real = [torch.view_as_real(grad) for grad in groups.pop(key)]
+        groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
+    return groups
+
+
+def is_plain(groups: Groups) -> bool:
+    """No tensor subclass such as DTensor among them."""
+    return all(kind is Tensor for _, _, kind in groups)
+
+
+def nonfinite_flag(values: Tensor) -> Tensor:
+    """1.0 if any of ``values`` is inf or NaN, else 0.0; on their device."""
+    # x - x is 0 for a finite x and NaN otherwise, and a sum keeps a NaN: fewer ops than isfinite.
+    return (values - values).sum().ne(0).to(torch.float32)
+
+
+def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """The flags of several devices as one on ``device``; None if there are none."""
+    unique = list({id(flag): flag for flag in flags}.values())
+    if not unique:
+        return None
+    if len(unique) == 1:
+        return unique[0].to(device, non_blocking=True)
+    return torch.stack([flag.reshape(()).to(device, non_blocking=True) for flag in unique]).amax()
+
+
+def _extremes(grads: list[Tensor]) -> Tensor | None:
+    """Per tensor the largest magnitude, or both extremes, in one read of the gradients."""
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return None
+    if grads[0].device.type in _compat.foreach_devices():
+        return torch.stack(torch._foreach_norm(grads, float("inf")))
+    # Where foreach ops are loops, an inf-norm is several times slower than a minimum and maximum.
+    return torch.stack([extreme for grad in grads for extreme in torch.aminmax(grad)])
+
+
+class _On:
+    """A scalar tensor on whichever device is asked for, copied once each."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._copies = {value.device: value}
+        self._value = value
+
+    def __call__(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = self._value.to(device, non_blocking=True)
+        return self._copies[device]
+
+
+def probe(groups: Groups, scale: Tensor) -> dict[torch.device, Tensor]:
+    """A flag per device: would any plain gradient divided by ``scale`` not be finite? One read."""
+    on, flags = _On(scale), {}
+    for (device, dtype, _), grads in groups.items():
+        extremes = _extremes(grads)
+        if extremes is None:
+            flag = torch.zeros((), dtype=torch.float32, device=device)
+        else:
+            flag = nonfinite_flag((extremes / on(device)).to(dtype))
+        flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+    return flags
+
+
+def unscale_(
+    groups: Groups, inverse: Tensor, *, native: bool, may_overflow: bool
+) -> dict[torch.device, Tensor]:
+    """Multiply every gradient by ``inverse`` in place; a flag per device.
+
+    Args:
+        inverse: the inverse of the scale, a float32 scalar.
+        native: use the ``_amp_*`` kernel, which checks a value before it multiplies it.
+        may_overflow: ``inverse`` may exceed 1, so the products are checked too.
+    """
+    on = _On(inverse)
+    flags: dict[torch.device, Tensor] = {}
+    for (device, dtype, kind), grads in groups.items():
+        if device not in flags:
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        if kind is not Tensor or (native and not may_overflow):
+            # For a DTensor this kernel also makes the ranks of its mesh agree.
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], on(device))
+            if may_overflow:
+                one = torch.ones((), dtype=torch.float32, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], one)
+            continue
+        extremes = _extremes(grads)
+        if extremes is not None:
+            flag = nonfinite_flag((extremes * on(device)).to(dtype))
+            flags[device] = torch.maximum(flags[device], flag)
+            torch._foreach_mul_(grads, on(device))
+    return flags
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    """``scale * factor`` as if computed in double and rounded once, in float32 operations only."""
+    high = float32(factor)
+    low = float32(factor - high)
+    product = scale * high
+    if low == 0.0:
+        return product
+    # Dekker's exact product: split both factors into halves whose products are exact.
+    scale_high = (scale.view(torch.int32) & -4096).view(torch.float32)
+    scale_low = scale - scale_high
+    bits = ctypes.c_int32.from_buffer(ctypes.c_float(high)).value & -4096
+    high_high = ctypes.c_float.from_buffer(ctypes.c_int32(bits)).value
+    high_low = high - high_high
+    error = (scale_high * high_high - product) + scale_high * high_low + scale_low * high_high
+    return product + (error + scale_low * high_low + scale * low)
+
+
+def update_scale_(
+    scale: Tensor, tracker: Tensor, flag: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """What ``torch._amp_update_scale_`` does, in plain torch ops, for devices without it."""
+    bad = flag != 0
+    successful = tracker + 1
+    grow = (successful == interval) & ~bad
+    grown = _times(scale, growth)
+    grown = torch.where(grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(bad, _times(scale, backoff), torch.where(grow, grown, scale)))
+    tracker.copy_(successful * ~(bad | grow))
+
+
+def parameter_name(names: Mapping[int, str], param: Tensor, group: int, index: int) -> str:
+    """The qualified name if the model is known, else where the optimizer holds it."""
+    return names.get(id(param)) or f"group {group}, param {index}, shape {tuple(param.shape)}"
+
+
+def _named(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            yield parameter_name(names, param, number, index), param
+
+
+def names_of_nonfinite(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[str]:
+    """The parameters whose gradients hold inf or NaN now. Reads the device: for errors only."""
+    found = []
+    for optimizer in optimizers:
+        for name, param in _named(optimizer, names):
+            flags = unscaled_flags(param)
+            if any(flags):
+                found.append(name)
+    return found
+
+
+def unscaled_flags(param: Tensor) -> list[bool]:
+    """For one parameter: whether its gradient (or its local shard) is not finite; empty if none."""
+    if param.grad is None:
+        return []
+    grad = param.grad
+    local = grad.to_local() if hasattr(grad, "to_local") else grad  # a DTensor's shard
+    if local.layout is not torch.strided:
+        local = local._values() if local.is_sparse else local.values()
+    return [not bool(torch.isfinite(local).all())]
+
+
+def names_of_half(optimizer: Any, names: Mapping[int, str]) -> list[str]:
+    """The parameters whose gradients are float16."""
+    return [
+        name
+        for name, param in _named(optimizer, names)
+        if param.grad is not None and param.grad.dtype is torch.float16
+    ]

@@ -1,0 +1,89 @@
+"""What importing amphal does, and what the package may not contain."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import amphal
+
+PACKAGE = Path(amphal.__file__).parent
+DEVICES = {"cuda", "xpu", "mps", "cpu", "npu", "hpu", "xla", "mtia", "musa", "mlu", "rocm"}
+
+
+def _fresh(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return result.stdout
+
+
+def test_import_loads_no_backend_and_no_heavy_module() -> None:
+    """Backends are found at first use; vendors, Dynamo, rich and matplotlib stay out of import."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import amphal, json;"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    loaded = json.loads(_fresh(code))
+    heavy = ("amphal.backends", "amphal.testing", "torch._dynamo", "rich", "matplotlib", "numpy")
+    assert not [m for m in loaded if m.startswith(heavy)]
+    assert "amphal" in loaded
+
+
+def test_import_scans_no_entry_points() -> None:
+    """The registry is empty until somebody asks."""
+    assert _fresh("import amphal; print(amphal._registry._rows)").strip() == "None"
+
+
+def test_all_is_exactly_the_public_names_and_sorted() -> None:
+    """__all__ holds every public name of the package, in order, and nothing else."""
+    assert amphal.__all__ == sorted(amphal.__all__)
+    public = {
+        name
+        for name, value in vars(amphal).items()
+        if not name.startswith("_") and not isinstance(value, type(sys)) and name != "annotations"
+    }
+    assert public == set(amphal.__all__)
+
+
+def test_no_module_is_named_like_a_public_callable() -> None:
+    """A sub-package of that name would shadow it."""
+    modules = {p.stem for p in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir()}
+    assert not modules & set(amphal.__all__)
+    assert "backends" not in amphal.__all__
+
+
+def test_the_front_end_names_no_device() -> None:
+    """What differs by device is declared by its backend: no string in the front end is one."""
+    named = []
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        named += [
+            f"{path.name}:{node.lineno}: {node.value!r}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.split(":")[0].lower() in DEVICES
+        ]
+    assert not named
+
+
+def test_the_top_level_backends_folder_cannot_be_a_second_copy() -> None:
+    """Imported under its folder's name, the package refuses: its backends would be unequal."""
+    root = Path(__file__).parent.parent
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import backends"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "import amphal.backends" in result.stderr
+
+
+def test_the_error_tree_is_drawn_in_its_docstring() -> None:
+    """Every error class stands in the drawing, and every one is public."""
+    from amphal import errors
+
+    classes = [n for n in errors.__all__ if isinstance(getattr(errors, n), type)]
+    assert all(name in (errors.__doc__ or "") for name in classes)
+    assert set(classes) <= set(amphal.__all__)

@@ -1,0 +1,126 @@
+"""The registry: entry points scanned once, failures as rows, names taken once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import amphal
+from amphal import _registry
+
+
+def test_the_four_built_in_backends_come_through_their_entry_points() -> None:
+    """Built-ins use the door that plug-ins use: each row names the distribution it came from."""
+    rows = amphal.registered_backends()
+    assert {"cuda", "xpu", "mps", "cpu"} <= set(rows)
+    assert all(rows[n].source.startswith("amphal ") for n in ("cuda", "xpu", "mps", "cpu"))
+    assert all(rows[n].backend is not None and not rows[n].error for n in ("cuda", "cpu"))
+
+
+def test_the_view_is_read_only() -> None:
+    """Nobody changes the registry through what registered_backends() returns."""
+    with pytest.raises(TypeError):
+        amphal.registered_backends()["x"] = None  # type: ignore[index]
+
+
+def test_an_unknown_device_type_offers_what_is_registered() -> None:
+    """The error says what was given, what is registered, the near name, and how to add one."""
+    with pytest.raises(amphal.UnknownDeviceError, match=r"'cudda'.*cpu, cuda, mps, xpu.*'cuda'"):
+        amphal.get_backend("cudda")
+
+
+def test_a_device_type_is_taken_once() -> None:
+    """A second backend for a device type is refused, both named, and nothing changes."""
+    cpu = amphal.get_backend("cpu")
+    with pytest.raises(amphal.DuplicateBackendError, match=r"already registered by amphal .*cpu"):
+        amphal.register_backend(dataclasses.replace(cpu, priority=7))
+    assert amphal.get_backend("cpu") is cpu
+
+
+def test_replace_and_unregister() -> None:
+    """replace=True takes the place of a backend; the plan cache forgets what it knew."""
+    cpu = amphal.get_backend("cpu")
+    before = amphal.detect("cpu")
+    with _registry.overridden(cpu):
+        amphal.register_backend(dataclasses.replace(cpu, priority=7), replace=True)
+        assert amphal.get_backend("cpu").priority == 7
+        assert amphal.detect("cpu") is not before
+        taken = amphal.unregister_backend("cpu")
+        assert taken is not None
+        with pytest.raises(amphal.UnknownDeviceError):
+            amphal.detect("cpu")
+        amphal.register_backend(taken)
+        assert amphal.get_backend("cpu") is taken
+    assert amphal.get_backend("cpu") is cpu
+
+
+@pytest.mark.parametrize("wrong", [None, "cpu", object, 3])
+def test_only_a_backend_can_be_registered(wrong: object) -> None:
+    """Anything but a Backend is a typed error that names what came."""
+    with pytest.raises(amphal.ArgumentTypeError, match=r"takes an amphal\.Backend"):
+        amphal.register_backend(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device_type": "CUDA"}, "lower case"),
+        ({"device_type": "cuda:0"}, "no index"),
+        ({"device_type": 3}, "must be a string"),
+        ({"priority": "high"}, "priority must be an int"),
+        ({"priority": True}, "priority must be an int"),
+        ({"available": True}, "available must be a function"),
+        ({"probe": None}, "probe must be a function"),
+        ({"vendor_scaler": 1}, "function or None"),
+        ({"contract": 0}, "contract 0.*contract 1"),
+    ],
+)
+def test_a_backend_is_validated_when_it_is_built(change: dict[str, object], message: str) -> None:
+    """A wrong field is an error at once, in the backend's own words, not later in a user's run."""
+    with pytest.raises(amphal.AmphalError, match=message):
+        dataclasses.replace(amphal.get_backend("cpu"), **change)  # type: ignore[arg-type]
+
+
+def test_available_that_raises_is_a_reasoned_no() -> None:
+    """available() promised not to raise; a backend that breaks its promise is absent, with why."""
+
+    def broken() -> amphal.Availability:
+        raise OSError("driver exploded")
+
+    backend = dataclasses.replace(amphal.get_backend("cpu"), available=broken)
+    answer = _registry.availability(backend)
+    assert not answer
+    assert "OSError: driver exploded" in answer.reason
+
+
+def test_available_of_the_wrong_type_is_a_reasoned_no() -> None:
+    """A bare True carries no contract; it is refused and named."""
+    backend = dataclasses.replace(amphal.get_backend("cpu"), available=lambda: True)  # type: ignore
+    answer = _registry.availability(backend)
+    assert not answer
+    assert "returned True" in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("record", "kwargs", "message"),
+    [
+        (amphal.Availability, {"ok": False}, "needs a reason"),
+        (amphal.DtypeSupport, {"level": "slow", "accelerated": True, "why": "x"}, "native"),
+        (amphal.DtypeSupport, {"level": "native", "accelerated": 1, "why": "x"}, "True or False"),
+        (amphal.DtypeSupport, {"level": "native", "accelerated": True, "why": ""}, "why"),
+        (amphal.DtypeSupport, {"level": "absent", "accelerated": True, "why": "x"}, "absent"),
+        (amphal.Hardware, {"device_type": "cuda:0", "name": "x"}, "without an index"),
+        (amphal.Hardware, {"device_type": "cuda", "name": "x", "index": -1}, "0 or more"),
+        (amphal.Hardware, {"device_type": "cuda", "name": "x", "capability": 75}, "tuple of ints"),
+        (amphal.Hardware, {"device_type": "cpu", "name": "x", "flags": "amx"}, "set of strings"),
+        (amphal.OpLists, {"fp32": {"exp"}, "promote": {"exp"}}, "both fp32 and promote"),
+        (amphal.OpLists, {"fp32": "exp"}, "set of op names"),
+    ],
+)
+def test_records_refuse_what_makes_no_sense(
+    record: type, kwargs: dict[str, object], message: str
+) -> None:
+    """The contract's records check themselves; an error says which field and what it may be."""
+    with pytest.raises(amphal.AmphalError, match=message):
+        record(**kwargs)

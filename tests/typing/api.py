@@ -1,0 +1,52 @@
+"""The public API as a type checker sees it: checked by mypy --strict, never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import amphal
+
+plan: amphal.Plan = amphal.detect("cuda:0", precision=torch.bfloat16)
+amphal.detect(torch.device("cpu"), precision="fp16")
+amphal.detect(amphal.Hardware("cuda", "Tesla T4", capability=(7, 5)))
+amphal.detect.cache_clear()
+
+text: str = plan.explain()
+data: dict[str, Any] = plan.to_dict()
+region: torch.autocast = plan.autocast(enabled=False)
+scaler: amphal.GradScaler = plan.grad_scaler(init_scale=2.0**10)
+torchs: torch.amp.GradScaler = scaler
+
+with amphal.autocast():
+    pass
+with amphal.autocast("cuda", torch.float16, True, None):
+    pass
+with amphal.autocast(plan, cache_enabled=False):
+    pass
+
+
+@amphal.autocast
+def bare(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@amphal.autocast("cpu", dtype="bf16")
+def called(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+y: torch.Tensor = bare(torch.ones(1)) + called(torch.ones(1))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    @amphal.custom_fwd(cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    @amphal.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
