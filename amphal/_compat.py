@@ -86,6 +86,46 @@ def plain_autocast(
     return region
 
 
+def autocast_key(device_type: str) -> str:
+    """The name of a device type's autocast dispatch key, such as ``"AutocastXPU"``."""
+    if device_type == privateuse1_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
+
+
+def schema_exists(qualified_name: str) -> bool:
+    """Whether the dispatcher has a definition of this overload, and not only kernels for it.
+
+    An extension may register kernels for the ops of another extension, which is not loaded.
+    """
+    name, _, overload = qualified_name.partition(".")
+    try:
+        _private("_get_schema")(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def all_op_names() -> list[str]:
+    """Every overload that the dispatcher knows, such as ``"aten::softmax.int"``."""
+    return list(_private("_dispatch_get_all_op_names")())
+
+
+def registered_ops(dispatch_key: str) -> frozenset[str]:
+    """The overloads that have a kernel of their own under this dispatch key."""
+    return frozenset(_private("_dispatch_get_registrations_for_dispatch_key")(dispatch_key))
+
+
+def has_fallthrough(dispatch_key: str) -> bool:
+    """Whether ops without a kernel of their own pass through this dispatch key."""
+    # "aten::relu" is on the autocast list of nobody who has no fallthrough.
+    return "fallthrough" in next(
+        line
+        for line in _private("_dispatch_dump_table")("aten::relu").splitlines()
+        if line.startswith(f"{dispatch_key}:")
+    )
+
+
 # A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
 META_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
@@ -109,20 +149,3 @@ def setup_python_device(name: str, module: Any) -> None:
 def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of the third-party device, with a storage of its own."""
     return torch._C._acc.create_empty_tensor((0,), dtype)
-
-
-def dispatcher_ops() -> frozenset[str]:
-    """The names of all aten ops of this torch, overload included: ``"softmax.int"``."""
-    names = _private("_dispatch_get_all_op_names")()
-    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
-
-
-def autocast_ops(key: str) -> frozenset[str]:
-    """The aten ops that have a kernel at a dispatch key such as ``"AutocastCPU"``."""
-    names = _private("_dispatch_get_registrations_for_dispatch_key")(key)
-    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
-
-
-def autocast_key(device_type: str) -> str:
-    """The name of the dispatch key of a device's autocast: ``"AutocastPrivateUse1"``."""
-    return f"Autocast{_private('_dispatch_key_for_device')(device_type)}"

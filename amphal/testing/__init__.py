@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ._device import install_device
 from ._fake import FakeBackend
+from ._observe import observe_policy
 from ._simulate import simulate
 
 if TYPE_CHECKING:
     from ._conformance import BackendConformance
 
-__all__ = ["BackendConformance", "FakeBackend", "install_device", "simulate"]
+__all__ = ["BackendConformance", "FakeBackend", "install_device", "observe_policy", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
