@@ -7,9 +7,11 @@ device; what a device can do is declared by its backend, in one file.
 from __future__ import annotations
 
 from ._autocast import autocast, custom_bwd, custom_fwd
-from ._backend import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
+from ._oplists import OpLists
+from ._ops import op_lists
 from ._registry import (
     Registration,
     get_backend,
@@ -80,6 +82,7 @@ __all__ = [
     "detect",
     "get_backend",
     "known_hardware",
+    "op_lists",
     "register_backend",
     "registered_backends",
     "unregister_backend",

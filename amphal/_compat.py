@@ -84,3 +84,68 @@ def plain_autocast(
     region = torch.autocast(device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
     region._enabled = enabled
     return region
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of a device type's autocast dispatch key, such as ``"AutocastXPU"``."""
+    if device_type == privateuse1_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
+
+
+def schema_exists(qualified_name: str) -> bool:
+    """Whether the dispatcher has a definition of this overload, and not only kernels for it.
+
+    An extension may register kernels for the ops of another extension, which is not loaded.
+    """
+    name, _, overload = qualified_name.partition(".")
+    try:
+        _private("_get_schema")(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def all_op_names() -> list[str]:
+    """Every overload that the dispatcher knows, such as ``"aten::softmax.int"``."""
+    return list(_private("_dispatch_get_all_op_names")())
+
+
+def registered_ops(dispatch_key: str) -> frozenset[str]:
+    """The overloads that have a kernel of their own under this dispatch key."""
+    return frozenset(_private("_dispatch_get_registrations_for_dispatch_key")(dispatch_key))
+
+
+def has_fallthrough(dispatch_key: str) -> bool:
+    """Whether ops without a kernel of their own pass through this dispatch key."""
+    # "aten::relu" is on the autocast list of nobody who has no fallthrough.
+    return "fallthrough" in next(
+        line
+        for line in _private("_dispatch_dump_table")("aten::relu").splitlines()
+        if line.startswith(f"{dispatch_key}:")
+    )
+
+
+# A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
+META_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def why_no_python_device() -> str:
+    """Why this torch cannot have a device in pure Python; empty if it can."""
+    from torch.utils import backend_registration
+
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return ""
+    return f"it needs torch 2.10 or newer, and this is {torch.__version__}"
+
+
+def setup_python_device(name: str, module: Any) -> None:
+    """Give torch's slot for third-party devices this name, with hooks and a device guard."""
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(name, module)
+
+
+def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of the third-party device, with a storage of its own."""
+    return torch._C._acc.create_empty_tensor((0,), dtype)

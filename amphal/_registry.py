@@ -54,6 +54,7 @@ class Registration:
 
 _lock = threading.RLock()
 _rows: dict[str, Registration] | None = None
+_scanning = False
 _listeners: list[Callable[[], None]] = []
 
 
@@ -87,6 +88,10 @@ def _source(entry: metadata.EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None else entry.value
 
 
+def _reason(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
 def _scan() -> dict[str, Registration]:
     rows: dict[str, Registration] = {}
     entries = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
@@ -96,18 +101,17 @@ def _scan() -> dict[str, Registration]:
         source = _source(entry)
         if entry.name in rows:
             first = rows[entry.name].source
-            rows[f"{entry.name} [{source}]"] = Registration(
-                f"{entry.name} [{source}]",
-                source,
-                None,
+            reason = (
                 f"{entry.name!r} is already taken by {first}; refused {entry.value} of {source}: "
-                "uninstall one of them",
+                "uninstall one of them"
             )
+            key = f"{entry.name} [{source}]"
+            rows[key] = Registration(key, source, None, reason)
             continue
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
-        except Exception as exc:  # a broken plug-in must not break the others
-            reason = f"{type(exc).__name__}: {exc}"
+        except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
+            reason = _reason(exc)
             if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
                 reason += (
                     ". The folder you started from holds a checkout of amphal that hides the "
@@ -118,11 +122,20 @@ def _scan() -> dict[str, Registration]:
 
 
 def _registry() -> dict[str, Registration]:
-    global _rows
+    global _rows, _scanning
     if _rows is None:
         with _lock:
+            if _scanning:  # the lock is this thread's: a backend's import came back here
+                raise BackendError(
+                    "a backend asked for the registry while it was being imported; "
+                    "move what its module runs at import time into its functions"
+                )
             if _rows is None:
-                _rows = _scan()
+                _scanning = True
+                try:
+                    _rows = _scan()
+                finally:
+                    _scanning = False
     return _rows
 
 
@@ -222,7 +235,7 @@ def availability(backend: Backend) -> Availability:
     except AmphalError as exc:
         return Availability(False, str(exc) or type(exc).__name__)
     except Exception as exc:  # available() promised not to raise; a broken driver breaks promises
-        return Availability(False, f"available() of the backend raised {type(exc).__name__}: {exc}")
+        return Availability(False, f"available() of the backend raised {_reason(exc)}")
     if not isinstance(answer, Availability):
         return Availability(
             False,
