@@ -6,8 +6,9 @@ device; what a device can do is declared by its backend, in one file.
 
 from __future__ import annotations
 
-from ._autocast import autocast, custom_bwd, custom_fwd
+from ._autocast import autocast
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
 from ._oplists import OpLists
