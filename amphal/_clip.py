@@ -101,7 +101,7 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
         if grad is not None and grad.is_sparse:
             grad = param.grad = grad.coalesce()  # duplicate indices must be summed first
             grad = grad._values()
-        if grad is not None:
+        if grad is not None and grad.numel():  # an empty tensor has no infinity norm
             grads.append(grad)
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
