@@ -13,6 +13,8 @@ from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
 from ._oplists import OpLists
 from ._ops import op_lists
+from ._monitor import GradHealth, GradMonitor
+from ._outcome import StepOutcome
 from ._registry import (
     Registration,
     get_backend,
@@ -57,8 +59,13 @@ __all__ = [
     "DeviceNotAvailableError",
     "DtypeSupport",
     "DuplicateBackendError",
+    "GradHealth",
+    "GradMonitor",
     "GradScaler",
     "Hardware",
+    "MissingCallError",
+    "MissingStateKeyError",
+    "NonFiniteGradientError",
     "KnownHardware",
     "MissingCallError",
     "MissingStateKeyError",
@@ -71,9 +78,11 @@ __all__ = [
     "Registration",
     "ScaleCollapseError",
     "ScalerArgumentError",
+    "ScalerArgumentError",
     "ScalerStateError",
     "ScalerSupport",
     "StateDictError",
+    "StepOutcome",
     "TorchTooOldError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",

@@ -162,11 +162,11 @@ def _clip_optimizer(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    from ._scaler import _is_fused, _out_of_order
+    from ._scaler import is_fused, out_of_order
 
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED or "divisor" in state:
-        raise _out_of_order("clip_grad_norm_", state)
+        raise out_of_order("clip_grad_norm_", state)
     params = _params_of(optimizer)
     groups = scaler._gather(optimizer)
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
@@ -188,7 +188,7 @@ def _clip_optimizer(
         return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
     state["found_inf_per_device"] = {flag.device: flag}
     state["stage"] = OptState.UNSCALED
-    if _is_fused(optimizer):
+    if is_fused(optimizer):
         divisor = scale.to(scaled.device) / coefficient
         state["divisor"] = divisor.to(torch.float32)
         return total
