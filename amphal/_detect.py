@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from . import _env, _registry
+from . import _agree, _env, _registry
 from ._backend import (
     LOW_PRECISION,
     PRECISIONS,
@@ -247,6 +247,11 @@ def _has_scaler(backend: Backend, scaler: ScalerSupport) -> bool:
     return scaler.detects_overflow or backend.vendor_scaler is not None
 
 
+def _scaler_of(hardware: Hardware) -> tuple[Backend, ScalerSupport]:
+    backend = _registry.get_backend(hardware.device_type)
+    return backend, _facts(backend, hardware)[1]
+
+
 def _choose(
     support: Mapping[torch.dtype, DtypeSupport], can_scale: bool
 ) -> tuple[torch.dtype, list[str]]:
@@ -348,19 +353,22 @@ def _best() -> tuple[Backend, Hardware, list[str]]:
     )
 
 
+def _named(device: object, precision: object) -> tuple[torch.dtype | None, str]:
+    """The precision that the user named, None for "auto", and where it was named."""
+    if not (isinstance(precision, str) and precision.lower() == "auto"):
+        return named_precision(precision), f"precision={precision!r}"
+    # A Hardware is a question about another machine: this one's environment has no say in it.
+    env_precision = "" if isinstance(device, Hardware) else _env.read(_env.PRECISION)
+    auto = env_precision.lower() in ("", "auto")
+    dtype = None if auto else named_precision(env_precision, what=_env.PRECISION)
+    return dtype, f"{_env.PRECISION}={env_precision}"
+
+
 def _resolve(
     device: object, precision: object
 ) -> tuple[Plan, str, Callable[[], int | None] | None]:
     env_device = "" if device is not None else _env.read(_env.DEVICE)
-    simulated = isinstance(device, Hardware)
-    if not (isinstance(precision, str) and precision.lower() == "auto"):
-        dtype, by = named_precision(precision), f"precision={precision!r}"
-    else:
-        # A Hardware is a question about another machine: this one's environment has no say in it.
-        env_precision = "" if simulated else _env.read(_env.PRECISION)
-        by = f"{_env.PRECISION}={env_precision}"
-        auto = env_precision.lower() in ("", "auto")
-        dtype = None if auto else named_precision(env_precision, what=_env.PRECISION)  # type: ignore[assignment]
+    dtype, by = _named(device, precision)
 
     if isinstance(device, Hardware):
         backend = _registry.get_backend(device.device_type)
@@ -390,7 +398,11 @@ def _resolve(
 
 class _Detect(Protocol):
     def __call__(
-        self, device: DeviceLike | None = None, *, precision: PrecisionLike = "auto"
+        self,
+        device: DeviceLike | None = None,
+        *,
+        precision: PrecisionLike = "auto",
+        process_group: Any = None,
     ) -> Plan: ...
 
     def cache_clear(self) -> None: ...
@@ -418,7 +430,12 @@ def _cache_clear() -> None:
         callback()
 
 
-def _detect(device: DeviceLike | None = None, *, precision: PrecisionLike = "auto") -> Plan:
+def _detect(
+    device: DeviceLike | None = None,
+    *,
+    precision: PrecisionLike = "auto",
+    process_group: Any = None,
+) -> Plan:
     """Choose a device, a dtype and whether to scale, and say why.
 
     Native and accelerated bf16 is taken first, else accelerated fp16 with a gradient scaler, else
@@ -430,6 +447,8 @@ def _detect(device: DeviceLike | None = None, *, precision: PrecisionLike = "aut
             or a :class:`Hardware`, which answers for a machine you don't have and reads nothing
             from this one.
         precision: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"`` or one of those torch dtypes.
+        process_group: agree with the ranks of this group on one precision that all of them can do;
+            ``plan.reasons`` says who held it back. A collective, never cached: all ranks call it.
 
     ``AMPHAL_DEVICE`` and ``AMPHAL_PRECISION`` stand in for arguments that are left out. Answers
     are cached per device; ``detect.cache_clear()`` forgets them.
@@ -439,7 +458,16 @@ def _detect(device: DeviceLike | None = None, *, precision: PrecisionLike = "aut
         DeviceNotAvailableError: the backend is there, the device is not.
         UnsupportedPrecisionError: the hardware cannot do the precision at all.
         ArgumentError, ArgumentTypeError: anything else that is no device or precision.
+
+    With a process group, what one rank raises is raised on all of them.
     """
+    if process_group is not None:
+        return _agree.detect(
+            process_group,
+            lambda: (_detect(device, precision=precision), _named(device, precision)[0]),
+            lambda plan: _has_scaler(*_scaler_of(plan.hardware)),
+            _choose,
+        )
     key = (device, precision, _env.read(_env.DEVICE), _env.read(_env.PRECISION))
     try:
         plan, current, index = _cache[key]
