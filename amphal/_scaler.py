@@ -159,6 +159,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lower_bound(self) -> float:
         """A lower bound of the scale without asking the device; 0 if others wrote to the scale."""
+        if self._scale is not None:
+            value = _grads.host_value(self._scale)
+            if value is not None:
+                return value if value > 0.0 else 0.0
         scale, version = self._seen
         if scale is self._scale and scale is not None and scale._version == version:
             return self._lower
@@ -378,7 +382,7 @@ class GradScaler(torch.amp.GradScaler):
             state["nothing"] = not state["found_inf_per_device"]
         flag = self._agree(states)
         skip = None
-        if flag is not None and not all(_is_fused(o) for o in optimizers):
+        if flag is not None and any(map(_needs_host, optimizers)):
             flag, skip = self._ask(states, flag, veto)
         gate = flag if veto is None or flag is None else torch.maximum(flag, veto)
         return [
@@ -543,7 +547,7 @@ class GradScaler(torch.amp.GradScaler):
         """End the iteration: back the scale off or let it grow. No host sync of its own.
 
         With fused optimizers the host learns of overflows when a counter or an outcome is read,
-        and after 128 iterations at most, by one read. Until then nothing can be written wrongly:
+        and after 64 iterations at most, by one read. Until then nothing can be written wrongly:
         the decision is the device's.
 
         Args:
@@ -761,6 +765,20 @@ def _is_process_group(group: Any) -> bool:
 
 def _is_fused(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _needs_host(optimizer: Any) -> bool:
+    """Whether the host must know the decision before it calls the optimizer's step."""
+    if not _is_fused(optimizer):
+        return True
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
+            # memory that nobody wrote, and steps with it next time (2.6 to 2.13).
+            first = next((p for p in group["params"] if p.grad is not None), None)
+            if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+                return True
+    return False
 
 
 _signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
