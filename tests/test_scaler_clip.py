@@ -21,9 +21,7 @@ def gradients(magnitude, dtype=torch.float32, seed=0):
 
 def model(kind, fused, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    params = [
-        torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES
-    ]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
     return params, kind(groups, lr=0.1, fused=fused)
 
@@ -40,13 +38,17 @@ def three_calls(scaler, params, optimizer, max_norm, norm_type):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(1.0, 2.0), (0.1, math.inf), (3.0, 1.0), (2.0, 3.0)])
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(1.0, 2.0), (0.1, math.inf), (3.0, 1.0), (2.0, 3.0)]
+)
 def test_it_equals_torchs_three_calls(kind, fused, dtype, max_norm, norm_type, memory):  # noqa: F811
     """The norm, .grad after the step and the parameters are those of unscale, clip and step."""
     ours, theirs = scaler_of(), torch.amp.GradScaler("cpu")
     params, optimizer = model(kind, fused, dtype)
     twins, reference = model(kind, fused, dtype)
-    tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    )
     for scaler in (ours, theirs):
         scaler.scale(torch.ones(()))
     for number, magnitude in enumerate((0.01, 1.0, 100.0)):
