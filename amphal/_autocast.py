@@ -7,6 +7,7 @@ that entered, so one region can be re-entered, recurse and be shared between thr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _registry
+from . import _compat, _detect, _owner, _registry
 from ._backend import LOW_PRECISION, Hardware
 from ._detect import DeviceLike, Plan, PrecisionLike
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
@@ -35,6 +36,7 @@ _is_cache_enabled = torch.is_autocast_cache_enabled
 _set_cache_enabled = torch.set_autocast_cache_enabled
 _function_mode_on = _compat.function_mode_enabled
 _is_compiling = torch.compiler.is_compiling
+_owners = _owner.active
 
 
 class _Entry(NamedTuple):
@@ -76,6 +78,10 @@ class Region(torch.autocast):
 
     def __enter__(self) -> Region:
         stack = _thread.stack
+        if _owners and self._enabled:
+            _owners[-1].tell()
+            stack.append(_Entry(self, None, None, None, True))  # nothing to restore
+            return self
         if _function_mode_on():
             return self._enter_delegate(stack)
         device = self.device
@@ -354,6 +360,8 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
 
 def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
     """The same region as torch's own object, which is what Dynamo and export understand."""
+    if _owners and enabled:
+        return contextlib.nullcontext()
     if isinstance(device_type, Plan):
         dtype = device_type.dtype if dtype is None else dtype
         device_type = device_type.device.type

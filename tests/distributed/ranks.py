@@ -97,7 +97,10 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
     while True:
