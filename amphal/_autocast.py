@@ -7,13 +7,14 @@ that entered, so one region can be re-entered, recurse and be shared between thr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _registry
+from . import _compat, _detect, _owner, _registry
 from ._backend import LOW_PRECISION, Hardware
 from ._decorate import decorate
 from ._detect import DeviceLike, Plan, PrecisionLike
@@ -34,6 +35,7 @@ _is_cache_enabled = torch.is_autocast_cache_enabled
 _set_cache_enabled = torch.set_autocast_cache_enabled
 _function_mode_on = _compat.function_mode_enabled
 _is_compiling = torch.compiler.is_compiling
+_owners = _owner.active
 
 
 class _Entry(NamedTuple):
@@ -77,6 +79,10 @@ class Region(torch.autocast):
 
     def __enter__(self) -> Region:
         stack = _thread.stack
+        if _owners and self._enabled:
+            _owners[-1].tell()
+            stack.append(_Entry(self, None, None, None, True))  # nothing to restore
+            return self
         if _function_mode_on():
             return self._enter_delegate(stack)
         device = self.device
@@ -283,6 +289,8 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
 
 def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
     """The same region as torch's own object, which is what Dynamo and export understand."""
+    if _owners and enabled:
+        return contextlib.nullcontext()
     if isinstance(device_type, Plan):
         dtype = device_type.dtype if dtype is None else dtype
         device_type = device_type.device.type
