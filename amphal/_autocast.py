@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -18,9 +18,19 @@ import torch
 from . import _compat, _detect, _registry
 from ._backend import LOW_PRECISION, Hardware
 from ._detect import DeviceLike, Plan, PrecisionLike
+from ._oplists import OpLists
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
 
-__all__ = ["Region", "autocast", "custom_bwd", "custom_fwd"]
+__all__ = [
+    "Region",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "decorate",
+    "innermost",
+    "push_delegate",
+    "settled",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -56,6 +66,16 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _new_entry = tuple.__new__
+
+
+def innermost() -> Region:
+    """The innermost region that this thread is in."""
+    return _thread.stack[-1].region
+
+
+def push_delegate(region: Region, delegate: torch.autocast) -> None:
+    """Note that ``region`` has been entered by entering ``delegate``; leaving it leaves that."""
+    _thread.stack.append(_Entry(region, None, None, None, False, delegate))
 
 
 class Region(torch.autocast):
@@ -195,7 +215,7 @@ class Region(torch.autocast):
                 f"autocast(...)(func) decorates a callable, got {type(func).__name__}; "
                 "to use it as a context manager, write: with amphal.autocast(...):"
             )
-        return _decorate(func, lambda: self)
+        return decorate(func, lambda: self)
 
     def __repr__(self) -> str:
         name = str(self.fast_dtype).removeprefix("torch.") if self._enabled else "disabled"
@@ -235,7 +255,7 @@ class _Driven:
         return _drive(self._steps, self._region)
 
 
-def _decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
+def decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
     wrapper: Callable[..., Any]
     if inspect.isasyncgenfunction(func):
 
@@ -292,12 +312,16 @@ def autocast(
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    ops: Mapping[str, str] | OpLists | None = None,
 ) -> Region: ...
 def autocast(
     device_type: Any = None,
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    ops: Mapping[str, str] | OpLists | None = None,
 ) -> Any:
     """A mixed-precision region: a context manager, and a decorator, bare or called.
 
@@ -311,6 +335,10 @@ def autocast(
         enabled: False switches autocast off in the region.
         cache_enabled: keep the casts of weights until the outermost region ends; None leaves it
             as it is on enter (on, in torch).
+        ops: the casting policy of this region and thread: op names (``"softmax"``, all overloads,
+            or ``"softmax.int"``) to ``"lower_precision"``, ``"fp32"``, ``"promote"`` or
+            ``"as_is"``, over the device's own policy and that of a surrounding region; or a whole
+            :class:`OpLists`, in place of them.
 
     A region restores what it found when it was entered, in the thread that entered it. A decorated
     generator or coroutine has the region while it runs and not while it is suspended. A decorator
@@ -321,6 +349,8 @@ def autocast(
         UnsupportedPrecisionError: the device cannot do this dtype.
         ArgumentError, ArgumentTypeError: anything else that is no device, dtype or bool.
     """
+    if ops is not None:
+        return _policy_region(device_type, dtype, enabled, cache_enabled, ops)
     if _is_compiling():
         return _traced(device_type, dtype, enabled, cache_enabled)
     if enabled is True or enabled is False:
@@ -331,17 +361,24 @@ def autocast(
     return _build(device_type, dtype, enabled, cache_enabled)
 
 
+def _policy_region(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> Any:
+    from . import _policy_region as module
+
+    if _is_compiling():
+        return module.traced(device, dtype, enabled, cache_enabled, ops)
+    return module.build(device, dtype, enabled, cache_enabled, ops)
+
+
 def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
     """Validate once; the next call with these arguments finds the region made here."""
     if callable(device_type) and not isinstance(device_type, torch.nn.Module):
         if dtype is None and enabled is True and cache_enabled is None:
-            return _decorate(device_type, autocast)
+            return decorate(device_type, autocast)
         raise ArgumentTypeError(
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(dtype=...), which decorates the function below it"
         )
-    _check_flags(enabled, cache_enabled)
-    device, low, on = _settle(device_type, dtype, enabled)
+    device, low, on = settled(device_type, dtype, enabled, cache_enabled)
     key = (device, low, on, cache_enabled)
     region = _regions.get(key)
     if region is None:
@@ -360,17 +397,20 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     elif isinstance(device_type, torch.device):
         device_type = device_type.type
     elif callable(device_type):
-        return _decorate(device_type, autocast)
+        return decorate(device_type, autocast)
     device, low, on = _settled_constant(device_type, dtype, enabled, cache_enabled)
     return torch.autocast(device, dtype=low, enabled=on, cache_enabled=cache_enabled)
 
 
-@_compat.constant_in_graphs
-def _settled_constant(
+def settled(
     device: Any, dtype: Any, enabled: Any, cache_enabled: Any
 ) -> tuple[str, torch.dtype, bool]:
+    """Every check of :func:`autocast`'s arguments; the device type, the low dtype and on."""
     _check_flags(enabled, cache_enabled)
     return _settle(device, dtype, enabled)
+
+
+_settled_constant = _compat.constant_in_graphs(settled)
 
 
 def _check_flags(enabled: object, cache_enabled: object) -> None:
