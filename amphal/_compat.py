@@ -43,6 +43,17 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
 
 
+def constant_in_graphs(func: _F) -> _F:
+    """Let Dynamo call ``func`` while it traces and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
+    so, which costs a second at import.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+@constant_in_graphs
 def autocast_available(device_type: str) -> bool:
     """Whether torch has an autocast state for this device type.
 
@@ -68,14 +79,13 @@ def foreach_devices() -> frozenset[str]:
     return frozenset(_get_foreach_kernels_supported_devices())
 
 
-def constant_in_graphs(func: _F) -> _F:
-    """Let Dynamo call ``func`` while it traces and take the result as a constant.
-
-    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
-    so, which costs a second at import.
-    """
-    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return func
+def lower_nesting(level: int) -> None:
+    """Bring this thread's autocast nesting count down to ``level``; at 0 the cache ends."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > level:
+        pass
+    if level == 0:
+        torch.clear_autocast_cache()
 
 
 def plain_autocast(
