@@ -74,7 +74,9 @@ class VendorScaler(GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step or skip as the vendor decides. No closures."""
         result = self._vendor.step(rules.optimizer(optimizer), *args, **kwargs)
-        found = list(self._vendor._found_inf_per_device(optimizer).values()) if self._enabled else []
+        found = (
+            list(self._vendor._found_inf_per_device(optimizer).values()) if self._enabled else []
+        )
         outcome = StepOutcome(any(bool(flag.item()) for flag in found))
         self._finish_step(optimizer, outcome)
         self._history.append(float(outcome.skipped))

@@ -87,7 +87,8 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("skip", "skips"), [("none", (False, False)), ("nonfinite", (True, False)), ("spike", (True, True))]
+    ("skip", "skips"),
+    [("none", (False, False)), ("nonfinite", (True, False)), ("spike", (True, True))],
 )
 def test_a_step_is_skipped_as_asked(fused, skip, skips):
     """Without a scaler: nothing, what is not finite, or spikes as well."""

@@ -127,7 +127,9 @@ def test_a_bad_state_is_refused_whole(change, builtin, words, enabled):
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("missing", ["scale", "growth_factor", "growth_interval", "_growth_tracker"])
+@pytest.mark.parametrize(
+    "missing", ["scale", "growth_factor", "growth_interval", "_growth_tracker"]
+)
 def test_a_missing_entry_is_named(missing):
     """torch's kind of error, KeyError, with a sentence instead of a bare key."""
     state = {k: v for k, v in GOOD.items() if k != missing}
