@@ -11,9 +11,9 @@ from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSuppo
 from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
+from ._monitor import GradHealth, GradMonitor
 from ._oplists import OpLists
 from ._ops import op_lists
-from ._monitor import GradHealth, GradMonitor
 from ._outcome import StepOutcome
 from ._registry import (
     Registration,
@@ -32,9 +32,11 @@ from .errors import (
     DeviceNotAvailableError,
     DuplicateBackendError,
     MissingCallError,
+    MissingExtraError,
     MissingStateKeyError,
     NonFiniteGradientError,
     OpPolicyError,
+    OwnerWarning,
     PrecisionWarning,
     RegionStateError,
     ScaleCollapseError,
@@ -63,21 +65,19 @@ __all__ = [
     "GradMonitor",
     "GradScaler",
     "Hardware",
-    "MissingCallError",
-    "MissingStateKeyError",
-    "NonFiniteGradientError",
     "KnownHardware",
     "MissingCallError",
+    "MissingExtraError",
     "MissingStateKeyError",
     "NonFiniteGradientError",
     "OpLists",
     "OpPolicyError",
+    "OwnerWarning",
     "Plan",
     "PrecisionWarning",
     "RegionStateError",
     "Registration",
     "ScaleCollapseError",
-    "ScalerArgumentError",
     "ScalerArgumentError",
     "ScalerStateError",
     "ScalerSupport",

@@ -7,19 +7,21 @@ that entered, so one region can be re-entered, recurse and be shared between thr
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _registry
+from . import _compat, _detect, _owner, _registry
 from ._backend import LOW_PRECISION, Hardware
 from ._decorate import decorate
 from ._detect import DeviceLike, Plan, PrecisionLike
+from ._oplists import OpLists
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
 
-__all__ = ["Region", "autocast"]
+__all__ = ["Region", "autocast", "innermost", "push_delegate", "settled"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -34,6 +36,7 @@ _is_cache_enabled = torch.is_autocast_cache_enabled
 _set_cache_enabled = torch.set_autocast_cache_enabled
 _function_mode_on = _compat.function_mode_enabled
 _is_compiling = torch.compiler.is_compiling
+_owners = _owner.active
 
 
 class _Entry(NamedTuple):
@@ -59,6 +62,16 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def innermost() -> Region:
+    """The innermost region that this thread is in."""
+    return _thread.stack[-1][0]
+
+
+def push_delegate(region: Region, delegate: torch.autocast) -> None:
+    """Note that ``region`` has been entered by entering ``delegate``; leaving it leaves that."""
+    _thread.stack.append((region, None, None, None, False, delegate))
+
+
 class Region(torch.autocast):
     """One validated autocast region; made by :func:`autocast`, entered as often as you like.
 
@@ -77,6 +90,10 @@ class Region(torch.autocast):
 
     def __enter__(self) -> Region:
         stack = _thread.stack
+        if _owners and self._enabled:
+            _owners[-1].tell()
+            stack.append((self, None, None, None, True, None))  # nothing to restore
+            return self
         if _function_mode_on():
             return self._enter_delegate(stack)
         device = self.device
@@ -221,12 +238,16 @@ def autocast(
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    ops: Mapping[str, str] | OpLists | None = None,
 ) -> Region: ...
 def autocast(
     device_type: Any = None,
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    ops: Mapping[str, str] | OpLists | None = None,
 ) -> Any:
     """A mixed-precision region: a context manager, and a decorator, bare or called.
 
@@ -240,6 +261,10 @@ def autocast(
         enabled: False switches autocast off in the region.
         cache_enabled: keep the casts of weights until the outermost region ends; None leaves it
             as it is on enter (on, in torch).
+        ops: the casting policy of this region and thread: op names (``"softmax"``, all overloads,
+            or ``"softmax.int"``) to ``"lower_precision"``, ``"fp32"``, ``"promote"`` or
+            ``"as_is"``, over the device's own policy and that of a surrounding region; or a whole
+            :class:`OpLists`, in place of them.
 
     A region restores what it found when it was entered, in the thread that entered it. A decorated
     generator or coroutine has the region while it runs and not while it is suspended. A decorator
@@ -250,6 +275,8 @@ def autocast(
         UnsupportedPrecisionError: the device cannot do this dtype.
         ArgumentError, ArgumentTypeError: anything else that is no device, dtype or bool.
     """
+    if ops is not None:
+        return _policy_region(device_type, dtype, enabled, cache_enabled, ops)
     if _is_compiling():
         return _traced(device_type, dtype, enabled, cache_enabled)
     if enabled is True or enabled is False:
@@ -258,6 +285,14 @@ def autocast(
         except (KeyError, TypeError):
             pass
     return _build(device_type, dtype, enabled, cache_enabled)
+
+
+def _policy_region(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> Any:
+    from . import _policy_region as module
+
+    if _is_compiling():
+        return module.traced(device, dtype, enabled, cache_enabled, ops)
+    return module.build(device, dtype, enabled, cache_enabled, ops)
 
 
 def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
@@ -269,8 +304,7 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(dtype=...), which decorates the function below it"
         )
-    _check_flags(enabled, cache_enabled)
-    device, low, on = _settle(device_type, dtype, enabled)
+    device, low, on = settled(device_type, dtype, enabled, cache_enabled)
     key = (device, low, on, cache_enabled)
     region = _regions.get(key)
     if region is None:
@@ -283,6 +317,8 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
 
 def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
     """The same region as torch's own object, which is what Dynamo and export understand."""
+    if _owners and enabled:
+        return contextlib.nullcontext()
     if isinstance(device_type, Plan):
         dtype = device_type.dtype if dtype is None else dtype
         device_type = device_type.device.type
@@ -294,12 +330,15 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     return torch.autocast(device, dtype=low, enabled=on, cache_enabled=cache_enabled)
 
 
-@_compat.constant_in_graphs
-def _settled_constant(
+def settled(
     device: Any, dtype: Any, enabled: Any, cache_enabled: Any
 ) -> tuple[str, torch.dtype, bool]:
+    """Every check of :func:`autocast`'s arguments; the device type, the low dtype and on."""
     _check_flags(enabled, cache_enabled)
     return _settle(device, dtype, enabled)
+
+
+_settled_constant = _compat.constant_in_graphs(settled)
 
 
 def _check_flags(enabled: object, cache_enabled: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import _detect, _scaler
+from .. import _detect, _registry, _scaler
 
 __all__ = ["Training"]
 
@@ -21,6 +21,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
         self.scaler = _scaler.GradScaler(plan, **scaler)
         self.plan = plan
+        self.synchronize = _registry.get_backend(plan.hardware.device_type).synchronize
         self.x = torch.randn(16, 8).to(plan.device)
         self.y = (torch.randn(16, 4) + 2).to(plan.device)
 
@@ -32,6 +33,8 @@ class Training:
         torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.synchronize is not None:
+            self.synchronize()  # a lazy device (XLA) would trace all steps as one program
         return float(loss.item())
 
     def weights(self) -> list[torch.Tensor]:
