@@ -55,11 +55,9 @@ def clip(
 
 
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
-    if isinstance(max_norm, Tensor) or isinstance(max_norm, bool):
+    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not isinstance(max_norm, numbers.Real):
-        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not max_norm >= 0:
+    if not float(max_norm) >= 0:
         raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
         order = float(norm_type)

@@ -120,7 +120,8 @@ class _On:
 
 def probe(groups: Groups, scale: Tensor) -> dict[torch.device, Tensor]:
     """A flag per device: would any plain gradient divided by ``scale`` not be finite? One read."""
-    on, flags = _On(scale), {}
+    on = _On(scale)
+    flags: dict[torch.device, Tensor] = {}
     for (device, dtype, _), grads in groups.items():
         extremes = _extremes(grads)
         if extremes is None:

@@ -1,4 +1,4 @@
-"""Clipping in one read: the norm, the gradients and the parameters that torch's three calls give."""
+"""Clipping in one read: the norm, gradients and parameters that torch's three calls give."""
 
 from __future__ import annotations
 

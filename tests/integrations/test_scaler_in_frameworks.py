@@ -74,7 +74,7 @@ def accelerate_loop(scaler, fused, directory):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_accelerate_runs_its_fp16_loop(fused, tmp_path):
-    """Backward, accumulation, clipping, skipping, schedule, checkpoint: the same as with torch's."""
+    """Backward, accumulation, clipping, skipping, schedule, checkpoint: as with torch's."""
     runs = [
         accelerate_loop(scaler, fused, tmp_path / str(number))
         for number, scaler in enumerate(scalers())
