@@ -92,7 +92,7 @@ def _parameters(what: Any) -> list[Tensor]:
 
 
 def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as they are, as torch computes it; a DTensor's in full."""
+    """The norm of all gradients as they are; a DTensor's in full."""
     grads = []
     for param in params:
         grad = param.grad
@@ -101,7 +101,13 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
             grad = grad._values()
         if grad is not None and grad.numel():  # an empty tensor has no infinity norm
             grads.append(grad)
+    squares: list[Tensor] = []
+    if norm_type == 2.0:
+        squares, grads = _grads.squares_of_large(grads)
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    if squares:
+        norms = [square.sqrt() for square in squares]
+        return torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

@@ -242,10 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         if _grads.is_plain(groups) and not (sure and self._native):
             state["found_inf_per_device"] = _grads.probe(groups, scale)
         elif sure:
-            one = torch.ones((), dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = _grads.unscale_(
-                groups, one, native=True, may_overflow=False
-            )
+            state["found_inf_per_device"] = _grads.check(groups)
         else:
             self.unscale_(optimizer)
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
