@@ -55,11 +55,9 @@ def clip(
 
 
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
-    if isinstance(max_norm, Tensor) or isinstance(max_norm, bool):
+    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not isinstance(max_norm, numbers.Real):
-        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not max_norm >= 0:
+    if not float(max_norm) >= 0:
         raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
         order = float(norm_type)
@@ -94,7 +92,7 @@ def _parameters(what: Any) -> list[Tensor]:
 
 
 def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as they are, as torch computes it; a DTensor's in full."""
+    """The norm of all gradients as they are; a DTensor's in full."""
     grads = []
     for param in params:
         grad = param.grad
@@ -103,7 +101,13 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
             grad = grad._values()
         if grad is not None and grad.numel():  # an empty tensor has no infinity norm
             grads.append(grad)
+    squares: list[Tensor] = []
+    if norm_type == 2.0:
+        squares, grads = _grads.squares_of_large(grads)
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    if squares:
+        norms = [square.sqrt() for square in squares]
+        return torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

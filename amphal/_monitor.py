@@ -126,12 +126,12 @@ class GradMonitor:
         warmup: int = 16,
         skip: str = "nonfinite",
     ) -> None:
-        if not isinstance(model_or_optimizer, torch.nn.Module):
-            if not hasattr(model_or_optimizer, "param_groups"):
-                raise ArgumentTypeError(
-                    "model_or_optimizer must be a torch.nn.Module or an optimizer, "
-                    f"got {type(model_or_optimizer).__name__} ({model_or_optimizer!r})"
-                )
+        is_module = isinstance(model_or_optimizer, torch.nn.Module)
+        if not is_module and not hasattr(model_or_optimizer, "param_groups"):
+            raise ArgumentTypeError(
+                "model_or_optimizer must be a torch.nn.Module or an optimizer, "
+                f"got {type(model_or_optimizer).__name__} ({model_or_optimizer!r})"
+            )
         self._watched = model_or_optimizer
         self._window = rules.integer("window", window, 3)
         self._threshold = rules.number("threshold", threshold, 0.0, math.inf, "more than 0")

@@ -1,4 +1,4 @@
-"""``amphal.GradScaler``: torch's gradient scaler, never corrupting, saying what happened, costing less.
+"""``amphal.GradScaler``: torch's gradient scaler that never corrupts, tells more and costs less.
 
 What it adds lies beside it: the rules for values in ``_scaler_rules``, the gradients in ``_grads``,
 clipping in ``_clip``, closures in ``_closure``, outcomes and counters in ``_outcome``, state in
@@ -188,8 +188,9 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale = self._scale
-            if scale.device != outputs.device:  # type: ignore[union-attr]
-                scale = scale.to(outputs.device, non_blocking=True)  # type: ignore[union-attr]
+            assert scale is not None
+            if scale.device != outputs.device:
+                scale = scale.to(outputs.device, non_blocking=True)
             return outputs * scale
         if isinstance(outputs, (list, tuple)):
             scaled = [self.scale(value) for value in outputs]
@@ -232,7 +233,7 @@ class GradScaler(torch.amp.GradScaler):
             groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """torch's hook for fused optimizers: the flags, with the gradients as they are."""
         scale, _ = self._check_scale_growth_tracker("step")
         groups = self._gather(optimizer)
@@ -241,21 +242,18 @@ class GradScaler(torch.amp.GradScaler):
         if _grads.is_plain(groups) and not (sure and self._native):
             state["found_inf_per_device"] = _grads.probe(groups, scale)
         elif sure:
-            one = torch.ones((), dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = _grads.unscale_(
-                groups, one, native=True, may_overflow=False
-            )
+            state["found_inf_per_device"] = _grads.check(groups)
         else:
             self.unscale_(optimizer)
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
         return flags
 
-    def _found_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+    def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         flags: dict[torch.device, Tensor] = self._state_of(optimizer)["found_inf_per_device"]
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale in place, and check them. No host sync.
+        """Divide the gradients of ``optimizer`` by the scale, in place, and check them. No sync.
 
         Optional: :meth:`step` does it. Needed only to look at the gradients or change them before;
         to clip them, :meth:`clip_grad_norm_` is cheaper.
@@ -694,7 +692,7 @@ class GradScaler(torch.amp.GradScaler):
         self._backoff_factor = rules.backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval. A longer run of clean iterations than it grows at the next one."""
+        """Set the growth interval; a run of clean iterations that is longer grows at the next."""
         self._growth_interval = rules.growth_interval(new_interval)
         self._init_growth_tracker = min(self._init_growth_tracker, new_interval - 1)
         if self._growth_tracker is not None:
@@ -728,7 +726,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         _scaler_state.load(self, state_dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Any, ...]:
         return _scaler_state.rebuild, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -744,7 +742,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def drop_stale_casts() -> None:
-    """Inside a region, forget the casts of weights that autocast keeps: the weights have changed."""
+    """Inside a region, forget autocast's casts of the weights: the weights have changed."""
     inside = torch.autocast_increment_nesting() > 1
     torch.autocast_decrement_nesting()
     if inside:

@@ -49,7 +49,7 @@ def number(name: str, value: object, above: float, below: float, rule: str) -> f
         raise ArgumentTypeError(
             f"{name} must be a number, {rule}, got {type(value).__name__} ({value!r})"
         )
-    if not above < value < below:
+    if not above < float(value) < below:
         raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
     return float(value)
 
@@ -69,9 +69,10 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
     bound = f"an int of {least} or more" if most is None else f"an int from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(f"{name} must be {bound}, got {type(value).__name__} ({value!r})")
-    if value < least or (most is not None and value > most):
+    given = int(value)
+    if given < least or (most is not None and given > most):
         raise ScalerArgumentError(f"{name} must be {bound}, got {value!r}")
-    return int(value)
+    return given
 
 
 def growth_interval(value: object) -> int:

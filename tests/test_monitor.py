@@ -151,7 +151,7 @@ def test_the_norm_is_right_before_and_after_unscaling(fused):
     torchs.scale(torch.ones(()))
     param.grad = torch.tensor([3.0, 0.0, 4.0]) * 65536
     assert monitor.observe(torchs).norm == 5.0
-    with pytest.raises(amphal.ArgumentTypeError, match="scaler must be an amphal.GradScaler"):
+    with pytest.raises(amphal.ArgumentTypeError, match=r"scaler must be an amphal\.GradScaler"):
         monitor.step(optimizer, torchs)
 
 

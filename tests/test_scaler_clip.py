@@ -1,4 +1,4 @@
-"""Clipping in one read: the norm, the gradients and the parameters that torch's three calls give."""
+"""Clipping in one read: the norm, gradients and parameters that torch's three calls give."""
 
 from __future__ import annotations
 
@@ -308,3 +308,26 @@ def test_bad_targets(what):
     scaler.scale(torch.ones(()))
     with pytest.raises(amphal.ArgumentTypeError, match="takes an optimizer"):
         scaler.clip_grad_norm_(what, 1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("other", [None, torch.bfloat16, torch.float64])
+def test_the_norm_of_large_gradients_is_exact_enough(fused, other):
+    """To 1e-5 of the norm in double; they are summed by another kernel than small ones."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1 << 16,), (300, 200), (7,)]
+    params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes]
+    if other is not None:
+        params.append(torch.nn.Parameter(torch.zeros(50, dtype=other)))
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaler_of()
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    double = [p.grad.double() / 65536 for p in params]
+    expected = torch.nn.utils.get_total_norm(double)
+    norm = scaler.clip_grad_norm_(optimizer, 1e-3)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+    scaler.step(optimizer)
+    step = torch.cat([p.detach().double().flatten() for p in params])
+    torch.testing.assert_close(step.norm(), torch.tensor(1e-3).double(), rtol=1e-3, atol=0)

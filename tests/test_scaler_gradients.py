@@ -276,3 +276,19 @@ def test_the_vendors_scaler_decides_there():
     assert scaler.get_scale() == 2.0
     with pytest.raises(amphal.BackendError, match="step them one by one"):
         scaler.step_all([optimizer, problem()[1]])
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan, 3e38])
+def test_large_gradients_are_checked_exactly(bad):
+    """They are read by a faster product first, which may overflow where no element does."""
+    param = torch.nn.Parameter(torch.ones(1 << 16))
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+    scaler = scaler_of()
+    scaler.scale(torch.ones(()))
+    param.grad = torch.ones(1 << 16)
+    if bad is not None:
+        param.grad[777] = bad
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.outcome(optimizer).skipped is (bad in (math.inf,) or bad != bad)
+    assert param.isfinite().all()
