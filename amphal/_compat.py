@@ -5,8 +5,9 @@ Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the mess
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -149,3 +150,133 @@ def setup_python_device(name: str, module: Any) -> None:
 def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of the third-party device, with a storage of its own."""
     return torch._C._acc.create_empty_tensor((0,), dtype)
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether the op has a kernel of its own under this dispatch key now."""
+    answer = _private("_dispatch_has_kernel_for_dispatch_key")(qualified_name, dispatch_key)
+    return bool(answer)
+
+
+def after_key(dispatch_key: str) -> Any:
+    """The set of all dispatch keys behind this one, for calling on past it."""
+    return _private("_dispatch_keyset_full_after")(_private("_dispatch_key_parse")(dispatch_key))
+
+
+def caller(op: Any) -> Callable[..., Any]:
+    """``op`` itself, without the Python frame that OpOverload's ``__call__`` puts before it."""
+    return op._op  # type: ignore[no-any-return]
+
+
+def kernel_library(namespace: str) -> Any:
+    """Holds kernels: ``impl(name, key, kernel, True)`` adds one, ``reset()`` takes all away.
+
+    What ``torch.library.Library`` does, at a third of the time: a region pays this when it is
+    entered. The kernel is called as ``kernel(keyset, *args, **kwargs)``.
+    """
+    return _private("_dispatch_library")("IMPL", namespace, "", __file__, 0)
+
+
+def kernel_handle(qualified_name: str, dispatch_key: str) -> Any:
+    """The kernel that is on this key now: callable, and alive as long as the handle. Or None.
+
+    Handles came with torch 2.9 (``torch.library.get_kernel``).
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    return None if get_kernel is None else get_kernel(qualified_name, dispatch_key)
+
+
+def redispatcher(op: Any) -> Callable[..., Any]:
+    """``(keyset, *args, **kwargs)``: call ``op`` from a kernel with this set of keys left."""
+    return op._handle.redispatch_boxed  # type: ignore[no-any-return]
+
+
+@functools.cache
+def marker_devices() -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types of which this process can have no tensors, with their autocast dtypes.
+
+    Dynamo guards on the autocast state of every device type that torch knows, and a compiled
+    function must not run under another policy than the one it was compiled for. So the policy in
+    force is written into the autocast state of two device types that are not there: it changes no
+    op. Nobody else writes there, so what is found here once is what is put back.
+    """
+    found = []
+    for name in ("ipu", "maia", "hpu"):
+        try:
+            dtype = torch.get_autocast_dtype(name)
+        except RuntimeError:  # this torch does not know it
+            continue
+        if not has_kernel("aten::empty.memory_format", name.upper()):
+            found.append((name, dtype))
+    return tuple(found[:2])
+
+
+@functools.cache
+def all_dtypes() -> tuple[torch.dtype, ...]:
+    """Every dtype of this torch, in one order."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(found, key=str))
+
+
+def allow_in_graph(func: Callable[..., Any]) -> None:
+    """Let Dynamo put calls of ``func`` in its graphs, and keep them although they give nothing.
+
+    Called while Dynamo traces, since it would cost a second of import before that.
+    """
+    torch.compiler.allow_in_graph(func)  # type: ignore[no-untyped-call]
+    torch.fx.node.has_side_effect(func)
+
+
+def being_exported() -> bool:
+    """Whether ops are being recorded by ``torch.export``, which happens before autocast."""
+    if not function_mode_enabled():
+        return False
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes)
+
+
+def dispatch_state() -> tuple[Any, Any]:
+    """The dispatch keys that this thread includes and excludes, for :func:`in_dispatch_state`."""
+    return (
+        _private("_dispatch_tls_local_include_set")(),
+        _private("_dispatch_tls_local_exclude_set")(),
+    )
+
+
+def in_dispatch_state(state: tuple[Any, Any]) -> Any:
+    """A context in which the thread includes and excludes exactly these dispatch keys."""
+    return _private("_ForceDispatchKeyGuard")(*state)
+
+
+@contextlib.contextmanager
+def past_the_recorder() -> Iterator[None]:
+    """Ops are neither recorded by ``torch.export`` nor by autograd here, but autocast works."""
+    key = _private("_dispatch_key_parse")("PreDispatch")
+    with _private("_ExcludeDispatchKeyGuard")(_private("DispatchKeySet")(key)):
+        with _private("_AutoDispatchBelowAutograd")():
+            yield
+
+
+def is_composite(op: Any) -> bool:
+    """Whether the op is made of other ops, for autograd too, so that it can be decomposed."""
+    return has_kernel(op.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
+def dynamo_guards_on_autocast() -> bool:
+    """Whether compiled functions are bound to the autocast state of every device type.
+
+    They are from torch 2.7 or 2.8 on; on 2.6 a policy must show itself in another way.
+    """
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    device, _ = marker_devices()[0]
+    guard = GlobalStateGuard()
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, not enabled)
+    try:
+        return not guard.check()
+    finally:
+        torch.set_autocast_enabled(device, enabled)

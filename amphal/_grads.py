@@ -18,9 +18,9 @@ from . import _compat
 __all__ = [
     "Groups",
     "any_flag",
-    "empty",
     "float32",
     "gather",
+    "host_value",
     "is_plain",
     "names_of_nonfinite",
     "nonfinite_flag",
@@ -38,9 +38,14 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def empty(optimizer: Any) -> bool:
-    """Whether no parameter of the optimizer has a gradient."""
-    return all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+def host_value(scalar: Tensor) -> float | None:
+    """The value of a float32 scalar that lies in the host's own memory; None for any other.
+
+    There, knowing it takes no transfer and no waiting, so no op is needed either.
+    """
+    if type(scalar) is Tensor and scalar.is_cpu:
+        return ctypes.c_float.from_address(scalar.data_ptr()).value
+    return None
 
 
 def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:

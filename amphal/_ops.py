@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 
-from . import _compat, _detect, _opnames, _registry
+from . import _compat, _detect, _opnames, _registration, _registry
 from ._oplists import OpLists
 from .errors import ArgumentError
 
 __all__ = ["listed_live", "op_lists", "reconcile"]
-
-_temporary: dict[str, dict[str, int]] = {}
-"""By dispatch key: the ops that amphal itself has put there for regions, with their counts."""
 
 
 def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
@@ -45,7 +42,7 @@ def listed_live(device_type: str) -> frozenset[str]:
     """The ops that torch and its extensions have on this device's autocast key now."""
     key = _compat.autocast_key(device_type)
     names = (n.removeprefix("aten::") for n in _compat.registered_ops(key))
-    mine = _temporary.get(key, {})
+    mine = _registration.temporary_names(key)
     return frozenset(n for n in names if _opnames.is_defined(n) and n not in mine)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["AT_FLOOR", "UNREAD_LIMIT", "History", "StepOutcome"]
 
-UNREAD_LIMIT = 128
+UNREAD_LIMIT = 64
 """How many iterations may pass before the host reads what came of them."""
 
 AT_FLOOR = 2.0

@@ -111,7 +111,13 @@ def _scan() -> dict[str, Registration]:
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
         except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
-            rows[entry.name] = Registration(entry.name, source, None, _reason(exc))
+            reason = _reason(exc)
+            if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
+                reason += (
+                    ". The folder you started from holds a checkout of amphal that hides the "
+                    "installed one: start elsewhere, or install the checkout (pip install -e .)"
+                )
+            rows[entry.name] = Registration(entry.name, source, None, reason)
     return rows
 
 

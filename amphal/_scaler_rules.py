@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _detect, _grads, _registry
-from ._backend import ScalerSupport
+from ._backend import Hardware, ScalerSupport
 from ._detect import Plan
 from .errors import (
     ArgumentError,
@@ -141,7 +141,7 @@ def plan_for(device: Any, enabled: bool | None) -> tuple[str, Plan | None]:
     """
     if isinstance(device, Plan):
         return device.device.type, device
-    if isinstance(device, _detect.Hardware):
+    if isinstance(device, Hardware):
         raise ArgumentTypeError(
             f"GradScaler() runs on a device that is here, and {device.name!r} is a description; "
             "pass a device or a plan"

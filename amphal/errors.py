@@ -12,6 +12,7 @@
      │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
      ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
+     ├─ MissingExtraError             (ImportError)   a framework that is not installed, and its extra
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
      ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
@@ -22,6 +23,7 @@
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
     AmphalWarning                     (UserWarning)
+     ├─ OwnerWarning                                  a region stepped aside for an engine
      └─ PrecisionWarning                              the precision named is emulated or slow
 
 Every message says what was given, what is allowed and what to do.
@@ -41,9 +43,11 @@ __all__ = [
     "DeviceNotAvailableError",
     "DuplicateBackendError",
     "MissingCallError",
+    "MissingExtraError",
     "MissingStateKeyError",
     "NonFiniteGradientError",
     "OpPolicyError",
+    "OwnerWarning",
     "PrecisionWarning",
     "RegionStateError",
     "ScaleCollapseError",
@@ -98,6 +102,10 @@ class DeviceNotAvailableError(AmphalError, RuntimeError):
     """The backend is registered, but its device is not there; the message says why."""
 
 
+class MissingExtraError(AmphalError, ImportError):
+    """A framework that an integration needs is not installed; the message names the extra."""
+
+
 class BackendError(AmphalError, RuntimeError):
     """A backend that cannot be used; the message says which and why."""
 
@@ -132,6 +140,10 @@ class ScaleCollapseError(AmphalError, ArithmeticError):
 
 class AmphalWarning(UserWarning):
     """The base of amphal's warnings."""
+
+
+class OwnerWarning(AmphalWarning):
+    """A region stepped aside, because the engine around it owns mixed precision."""
 
 
 class PrecisionWarning(AmphalWarning):
