@@ -12,6 +12,7 @@ region inside a compiled function is two calls in the graph, :func:`begin` and :
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -133,20 +134,29 @@ _outermost: dict[Policy, Effective] = {}
 
 
 def _marks(changes: frozenset[Any]) -> tuple[torch.dtype, ...] | None:
-    """How to mark a thread that has these changes in force: one dtype for each marker device."""
+    """How to mark a thread that has these changes in force: one dtype for each marker device.
+
+    By their content, so that the marks mean the same in every process that shares a disk cache of
+    compiled graphs.
+    """
     if not changes:
         return None
-    dtypes = _compat.all_dtypes()
-    devices = _compat.marker_devices()
-    code = len(_known_marks)
     if changes not in _known_marks:
-        if code >= len(dtypes) ** len(devices):
+        dtypes, places = _compat.all_dtypes(), len(_compat.marker_devices())
+        capacity = len(dtypes) ** places
+        taken = set(_known_marks.values())
+        if len(taken) == capacity:
             raise OpPolicyError(
-                f"this process has used {code} different casting policies, which is all that can "
-                "be told apart under torch.compile; reuse policies instead of making new ones"
+                f"this process has used {capacity} different casting policies, which is all that "
+                "can be told apart under torch.compile; reuse policies instead of making new ones"
             )
-        digits = (code // len(dtypes) ** i % len(dtypes) for i in range(len(devices)))
-        _known_marks[changes] = tuple(dtypes[d] for d in digits)
+        text = repr(sorted(changes)).encode()
+        start = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+        codes = ((start + i) % capacity for i in range(capacity))
+        marks = (
+            tuple(dtypes[c // len(dtypes) ** i % len(dtypes)] for i in range(places)) for c in codes
+        )
+        _known_marks[changes] = next(m for m in marks if m not in taken)
     return _known_marks[changes]
 
 
@@ -179,6 +189,11 @@ def active() -> Effective | None:
     return _thread.active
 
 
+def owners() -> list[Any]:
+    """Whoever entered the policies of this thread, outermost first."""
+    return [owner for owner, _ in _thread.stack]
+
+
 def enter(owner: object, inner: Policy) -> None:
     """Put ``inner`` in force in this thread until ``owner`` leaves, over the policies that are."""
     thread = _thread
@@ -209,6 +224,8 @@ def _show(before: Effective | None, now: Effective | None) -> None:
     new = now.marks if now is not None else None
     if new is old:
         return
+    if new is None or old is None:
+        _compat.keep_graphs_off_disk(new is not None)
     if new is None:
         for device, dtype in _compat.marker_devices():
             torch.set_autocast_enabled(device, False)
