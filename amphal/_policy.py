@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from . import _compat, _kernels, _opnames, _ops, _registration
+from ._kernels import PASS_BY
 from ._oplists import OpLists
 from .errors import OpPolicyError
 
@@ -34,10 +35,11 @@ class Policy:
     def __init__(self, device: str, low: torch.dtype, table: _Table, whole: bool) -> None:
         self.device = device
         self.key = _compat.autocast_key(device)
-        self.builtin = dict(_ops.op_lists(device, low))
+        lists = dict(_ops.op_lists(device, low))
+        self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
         if whole:
             # A whole set of lists speaks for every op: those that it leaves out are not cast.
-            table = {**dict.fromkeys(self.builtin, "as_is"), **table}
+            table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
         self.table = table
 
 
@@ -64,7 +66,8 @@ def _whole_table(lists: OpLists) -> dict[str, str]:
             f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
             "give them policies with .replace(...)"
         )
-    return {op: policy for op, policy in lists if _opnames.is_defined(op)}
+    table = {op: policy for op, policy in lists if _opnames.is_defined(op)}
+    return {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
 
 
 class Effective:
@@ -78,7 +81,7 @@ class Effective:
         for key, table in tables.items():
             policy = builtins[key]
             for op, wanted in table.items():
-                if not _same(wanted, policy.builtin.get(op, "as_is")):
+                if not _same(op, wanted, policy.builtin.get(op, PASS_BY)):
                     self.actions[op, key] = _kernels.action(op, wanted, policy.device)
                     changed[op, key] = wanted
         self.kernels = _registration.KernelSet(
@@ -115,7 +118,7 @@ def _make_kernel(op: str, key: str, policy: Policy) -> Any:
 
 def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
     if op not in policy.builtin:
-        return _kernels.action(op, "as_is", policy.device)
+        return _kernels.action(op, PASS_BY, policy.device)
     handle = _compat.kernel_handle(_opnames.qualified(op), key)
     if handle is None:
         return _kernels.action(op, policy.builtin[op], policy.device)
@@ -123,8 +126,13 @@ def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
     return lambda keyset, args, kwargs: call(keyset, *args, **kwargs)
 
 
-def _same(wanted: str, builtin: str) -> bool:
-    return wanted == builtin or (wanted == "fp32" and builtin == "fp32_set_opt_dtype")
+def _same(op: str, wanted: str, builtin: str) -> bool:
+    """Whether torch does by itself what is wanted, so that no kernel is needed."""
+    if wanted == "fp32":
+        return builtin in ("fp32", "fp32_set_opt_dtype")
+    if wanted == "as_is" and builtin == PASS_BY:
+        return not _compat.is_composite(_opnames.op_overload(op))
+    return wanted == builtin
 
 
 _lock = threading.RLock()
