@@ -231,10 +231,10 @@ def in_dispatch_state(state: tuple[Any, Any]) -> Any:
 @contextlib.contextmanager
 def past_the_recorder() -> Iterator[None]:
     """Ops are neither recorded by ``torch.export`` nor by autograd here, but autocast works."""
-    key = _private("_dispatch_key_parse")("PreDispatch")
-    with _private("_ExcludeDispatchKeyGuard")(_private("DispatchKeySet")(key)):
-        with _private("_AutoDispatchBelowAutograd")():
-            yield
+    keys = _private("DispatchKeySet")(_private("_dispatch_key_parse")("PreDispatch"))
+    keys = keys.add(_private("_dispatch_key_parse")("ADInplaceOrView"))
+    with _private("_ExcludeDispatchKeyGuard")(keys), _private("_AutoDispatchBelowAutograd")():
+        yield
 
 
 def is_composite(op: Any) -> bool:
