@@ -301,7 +301,7 @@ _graph_cache: list[bool] = []
 
 
 def keep_graphs_off_disk(off: bool) -> None:
-    """Switch the disk cache of traced graphs off while a thread has a policy, and on after the last.
+    """Switch the disk cache of traced graphs off while a thread has a policy, on after the last.
 
     Up to torch 2.12 at the latest, its key leaves out the dtypes of autocast, so that a graph of
     one policy would be taken for another's. The setting belongs to the process.
