@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-PROVEN = "amphal: proven"
-"""The property that a check of the suite leaves on its report: how it was proven."""
+DEVICE, PROVEN = "amphal: device", "amphal: proven"
+"""The properties that a check of the suite leaves on its report: of which device, and how."""
 
 _absent = pytest.StashKey[dict[str, list[str]]]()
 
@@ -30,10 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         suite = getattr(item, "cls", None)
         if getattr(getattr(item, "obj", None), "needs_device", False):
-            reason = suite.why_absent(config)
+            device, reason = suite.absence(config)
             if reason:
                 left_out.append(item)
-                absent.setdefault(f"{suite.__name__}: not proven, {reason}", []).append(item.name)
+                absent.setdefault(f"{device}, not proven: {reason}", []).append(item.name)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -44,13 +44,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     proven: dict[str, list[str]] = dict(terminalreporter.config.stash.get(_absent, {}))
     for outcome in ("passed", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
-            how = dict(report.user_properties).get(PROVEN)
-            if how is None:
+            left = dict(report.user_properties)
+            if PROVEN not in left:
                 continue
+            how = f"{left[DEVICE]}, {left[PROVEN]}"
             if outcome == "skipped":
-                how = f"not proven, {report.longrepr[2].removeprefix('Skipped: ')}"
-            suite, _, check = report.nodeid.rpartition("::")
-            proven.setdefault(f"{suite.rpartition('::')[2]}: {how}", []).append(check)
+                why = report.longrepr[2].removeprefix("Skipped: ")
+                how = f"{left[DEVICE]}, not proven: {why}"
+            proven.setdefault(how, []).append(report.nodeid.rpartition("::")[2])
     if proven:
         terminalreporter.section("amphal: how each check was proven")
         for how, checks in sorted(proven.items()):

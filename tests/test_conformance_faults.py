@@ -37,6 +37,8 @@ CAUGHT_BY = {
     "OverflowIsDenied": "test_the_scaler_facts_are_true",
     "VendorScalerIsNoClass": "test_the_vendor_scaler_is_a_scaler",
     "SynchronizeRaises": "test_synchronize_waits",
+    "TheScalerNeverSkips": "test_the_scaler_trains_through_an_overflow",
+    "TheScalerForgets": "test_state_moves_to_the_cpu_and_back",
 }
 
 # Faults that leave more than one check nothing to stand on; every other fails few.
@@ -101,7 +103,7 @@ def test_a_plug_in_of_an_absent_device_passes_what_can_be_asked(tmp_path: Path) 
     said = _suite(tmp_path, "away")
     assert "how each check was proven" in said
     assert "by asking" in said
-    assert "TestBackend: not proven, no such hardware" in said
+    assert "away, not proven: no such hardware" in said
 
 
 def test_the_command_line_names_the_backends_there_are(tmp_path: Path) -> None:

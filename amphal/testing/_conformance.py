@@ -38,12 +38,12 @@ class BackendConformance(RecordChecks, DeviceChecks):
         return cls.backend
 
     @classmethod
-    def why_absent(cls, config: pytest.Config) -> str:
-        """Why the device is not here; empty if it is."""
+    def absence(cls, config: pytest.Config) -> tuple[str, str]:
+        """The device type, and why the device is not here; the reason is empty if it is."""
         backend = cls.under_test(config)
         if isinstance(backend, str):
             backend = _registry.get_backend(backend)
-        return _registry.availability(backend).reason
+        return backend.device_type, _registry.availability(backend).reason
 
     @pytest.fixture
     def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
@@ -59,5 +59,6 @@ class BackendConformance(RecordChecks, DeviceChecks):
             subject = make_subject(chosen, source, self.hardware)
             computes = hasattr(DeviceChecks, request.node.originalname)
             how = subject.proof if computes else f"by asking, {len(subject.records)} records"
-            request.node.user_properties.append(("amphal: proven", how))
+            request.node.user_properties += [("amphal: device", subject.device_type)]
+            request.node.user_properties += [("amphal: proven", how)]
             yield subject

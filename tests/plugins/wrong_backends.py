@@ -183,3 +183,29 @@ def no_wait() -> None:
 
 class TestSynchronizeRaises(BackendConformance):
     backend = faulty(synchronize=no_wait)
+
+
+class NeverSkips(torch.amp.GradScaler):
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        """As if no gradient had overflowed."""
+
+
+class Forgets(torch.amp.GradScaler):
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes nothing up."""
+
+
+def saturating(kind: type[torch.amp.GradScaler]) -> Backend:
+    blind = lambda hw: dataclasses.replace(CPU.scaler(hw), detects_overflow=False)  # noqa: E731
+    return faulty(scaler=blind, vendor_scaler=lambda: kind)
+
+
+class TestTheScalerNeverSkips(BackendConformance):
+    backend = saturating(NeverSkips)
+
+
+class TestTheScalerForgets(BackendConformance):
+    backend = saturating(Forgets)
