@@ -42,7 +42,7 @@ def clip(
     """See :meth:`GradScaler.clip_grad_norm_`."""
     max_norm, norm_type = _arguments(max_norm, norm_type, error_if_nonfinite)
     if hasattr(what, "param_groups"):
-        params = _params_of(_scaler_rules.optimizer(what))
+        params = _grads.params_of(_scaler_rules.optimizer(what))
     else:
         what, params = None, _parameters(what)
     with torch.no_grad():
@@ -72,10 +72,6 @@ def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[
             f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}"
         )
     return float(max_norm), order
-
-
-def _params_of(optimizer: Any) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _parameters(what: Any) -> list[Tensor]:
@@ -171,8 +167,8 @@ def _clip_optimizer(
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED or "divisor" in state:
         raise out_of_order("clip_grad_norm_", state)
-    params = _params_of(optimizer)
-    groups = scaler._gather(optimizer)
+    params = _grads.params_of(optimizer)
+    groups = scaler._gather(optimizer, coalesce=True)
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state["stage"] is OptState.READY and not folds:
         scaler.unscale_(optimizer)
@@ -198,7 +194,7 @@ def _clip_optimizer(
         return total
     # After an overflow the gradients stay as they are, for the exact check before the step.
     factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
-    _multiply(_grads.gather(params), factor)
+    _multiply(groups, factor)
     state["recheck"] = (max_norm, norm_type)
     return total
 
@@ -241,7 +237,7 @@ def _are_scaled(scaler: GradScaler, params: list[Tensor]) -> bool:
     for state in scaler._per_optimizer_states.values():
         if state["stage"] is OptState.READY or "optimizer" not in state:
             continue
-        own = ids & {id(param) for param in _params_of(state["optimizer"])}
+        own = ids & {id(param) for param in _grads.params_of(state["optimizer"])}
         if own and (state["stage"] is OptState.STEPPED or "divisor" in state):
             raise ScalerStateError(
                 "clip_grad_norm_() was called for parameters whose optimizer was "
@@ -268,7 +264,7 @@ def recheck(scaler: GradScaler, states: list[dict[str, Any]]) -> Tensor | None:
         own = state.get("own", state["found_inf_per_device"])
         if "recheck" in state and any(flag.item() for flag in own.values()):
             own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
-            again.append((_params_of(state["optimizer"]), *state["recheck"]))
+            again.append((_grads.params_of(state["optimizer"]), *state["recheck"]))
         flags += own.values()
     flag = _grads.any_flag(flags, scaler._scale.device)
     if flag is not None and not flag.item():

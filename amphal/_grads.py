@@ -27,6 +27,7 @@ __all__ = [
     "names_of_nonfinite",
     "nonfinite_flag",
     "parameter_name",
+    "params_of",
     "probe",
     "squares_of_large",
     "unscale_",
@@ -54,11 +55,23 @@ def host_value(scalar: Tensor) -> float | None:
     return None
 
 
-def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
+def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
     """The gradients by device, dtype and tensor class: strided real tensors that share memory.
 
     A sparse gradient gives its values, coalesced first if ``coalesce``; a complex one its parts.
     """
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if not grads:
+        return {}
+    device, dtype = grads[0].device, grads[0].dtype
+    if not dtype.is_complex and all(
+        type(g) is Tensor
+        and g.dtype is dtype
+        and g.layout is torch.strided
+        and g.device == device
+        for g in grads
+    ):
+        return {(device, dtype, Tensor): grads}  # the common case, and several times cheaper
     groups: Groups = {}
     for param in params:
         grad = param.grad
@@ -68,15 +81,16 @@ def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
             if coalesce and grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             grad = grad._values() if grad.is_sparse else grad.values()
-        key = (grad.device, grad.dtype, type(grad))
-        if key in groups:
-            groups[key].append(grad)
-        else:
-            groups[key] = [grad]
+        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
     for key in [key for key in groups if key[1].is_complex]:
         real = [torch.view_as_real(grad) for grad in groups.pop(key)]
         groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
     return groups
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def is_plain(groups: Groups) -> bool:

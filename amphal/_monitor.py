@@ -147,7 +147,7 @@ class GradMonitor:
     def _params(self) -> list[Tensor]:
         if isinstance(self._watched, torch.nn.Module):
             return list(self._watched.parameters())
-        return [param for group in self._watched.param_groups for param in group["params"]]
+        return _grads.params_of(self._watched)
 
     @torch.no_grad()
     def observe(

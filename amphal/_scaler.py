@@ -213,8 +213,10 @@ class GradScaler(torch.amp.GradScaler):
         model = self._model() if self._model is not None else None
         return {} if model is None else {id(p): name for name, p in model.named_parameters()}
 
-    def _gather(self, optimizer: Any, *, allow_fp16: bool = False) -> _grads.Groups:
-        groups = _grads.gather(p for group in optimizer.param_groups for p in group["params"])
+    def _gather(
+        self, optimizer: Any, *, allow_fp16: bool = False, coalesce: bool = False
+    ) -> _grads.Groups:
+        groups = _grads.gather(_grads.params_of(optimizer), coalesce=coalesce)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
             names = _grads.names_of_half(optimizer, self._names())
             raise ArgumentError(
