@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _owner, _registry
-from ._backend import LOW_PRECISION, Hardware
+from . import _compat, _detect, _env, _owner, _registry
+from ._backend import LOW_PRECISION, Hardware, torch_version
 from ._decorate import decorate
 from ._detect import DeviceLike, Plan, PrecisionLike
 from ._oplists import OpLists
@@ -46,12 +46,12 @@ class _Entry(NamedTuple):
     enabled: bool | None
     dtype: torch.dtype | None
     cache: bool | None
-    nested: bool
-    """An entry below keeps torch's nesting count above zero, so this one did not count."""
+    level: int
+    """torch's nesting count after this entry had raised it; 0: an entry below keeps it raised."""
     delegate: torch.autocast | None = None
 
 
-_Found = tuple["Region", bool | None, torch.dtype | None, bool | None, bool, torch.autocast | None]
+_Found = tuple["Region", bool | None, torch.dtype | None, bool | None, int, torch.autocast | None]
 
 
 class _Thread(threading.local):
@@ -69,7 +69,7 @@ def innermost() -> Region:
 
 def push_delegate(region: Region, delegate: torch.autocast) -> None:
     """Note that ``region`` has been entered by entering ``delegate``; leaving it leaves that."""
-    _thread.stack.append((region, None, None, None, False, delegate))
+    _thread.stack.append((region, None, None, None, 0, delegate))
 
 
 class Region(torch.autocast):
@@ -92,54 +92,63 @@ class Region(torch.autocast):
         stack = _thread.stack
         if _owners and self._enabled:
             _owners[-1].tell()
-            stack.append((self, None, None, None, True, None))  # nothing to restore
+            stack.append((self, None, None, None, 0, None))  # nothing to restore
             return self
-        if _function_mode_on():
+        if _function_mode_on() and _compat.being_exported():
             return self._enter_delegate(stack)
         device = self.device
+        depth = len(stack)
         found_enabled = found_dtype = found_cache = None
-        nested = bool(stack)
+        level = 0
         try:
-            if not nested:
-                _enter_nesting()
+            if not depth:
+                level = _enter_nesting()
+            # Each value is noted before it is set, so that an interrupt between the two restores.
             if self._enabled:
                 dtype = _get_dtype(device)
                 if dtype is not self.fast_dtype:
-                    _set_dtype(device, self.fast_dtype)
                     found_dtype = dtype
+                    _set_dtype(device, self.fast_dtype)
                     # torch's cache of cast weights is keyed by the weight alone: casts made for
                     # the surrounding region's dtype must not meet this one's inputs.
                     _clear_cache()
             enabled = _is_enabled(device)
             if enabled is not self._enabled:
-                _set_enabled(device, self._enabled)
                 found_enabled = enabled
+                _set_enabled(device, self._enabled)
             if self._cache_enabled is not None:
                 cache = _is_cache_enabled()
                 if cache is not self._cache_enabled:
-                    _set_cache_enabled(self._cache_enabled)
                     found_cache = cache
+                    _set_cache_enabled(self._cache_enabled)
             # A plain tuple: building an _Entry costs a tenth of the whole region.
-            stack.append((self, found_enabled, found_dtype, found_cache, nested, None))
+            stack.append((self, found_enabled, found_dtype, found_cache, level, None))
+            return self
         except BaseException:
-            self._restore(found_enabled, found_dtype, found_cache, nested)
+            del stack[depth:]
+            self._restore(found_enabled, found_dtype, found_cache, level)
             raise
-        return self
 
     def __exit__(
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> Literal[False]:
         stack = _thread.stack
         if stack and stack[-1][0] is self:
-            _, enabled, dtype, cache, nested, delegate = stack.pop()
+            _, enabled, dtype, cache, level, delegate = stack.pop()
         else:
-            _, enabled, dtype, cache, nested, delegate = self._take_from_below(stack)
+            _, enabled, dtype, cache, level, delegate = self._take_from_below(stack)
         if delegate is not None:
             delegate.__exit__(exc_type, exc_val, exc_tb)
             if dtype is not None:
                 _clear_cache()
-        else:
-            self._restore(enabled, dtype, cache, nested)
+            return False
+        try:
+            self._restore(enabled, dtype, cache, level)
+        except BaseException:  # an interrupt: do it again, and don't count down twice
+            self._restore(enabled, dtype, cache, 0)
+            if level:
+                _compat.lower_nesting(level - 1)
+            raise
         return False
 
     def _restore(
@@ -147,10 +156,8 @@ class Region(torch.autocast):
         enabled: bool | None,
         dtype: torch.dtype | None,
         cache: bool | None,
-        nested: bool,
+        level: int,
     ) -> None:
-        if not nested and _exit_nesting() == 0:
-            _clear_cache()
         if enabled is not None:
             _set_enabled(self.device, enabled)
         if dtype is not None:
@@ -158,11 +165,13 @@ class Region(torch.autocast):
             _clear_cache()
         if cache is not None:
             _set_cache_enabled(cache)
+        outermost = level > 0 and _exit_nesting() == 0
+        if outermost or (_CASTS_LACK_GRAD and not torch.is_grad_enabled()):
+            _clear_cache()
 
     def _enter_delegate(self, stack: list[_Found]) -> Region:
-        # Under a function mode (export's pre-dispatch tracing is one) torch's own object must be
-        # the one that enters: it records itself in the graph. A new one each time, since it keeps
-        # its state on itself.
+        # Under export's tracing torch's own object must be the one that enters: it records itself
+        # in the graph. A new one each time, since it keeps its state on itself.
         delegate = _compat.plain_autocast(
             self.device, self.fast_dtype, self._enabled, self._cache_enabled
         )
@@ -171,7 +180,7 @@ class Region(torch.autocast):
         if changed is not None:
             _clear_cache()
         delegate.__enter__()  # type: ignore[no-untyped-call]
-        stack.append(_Entry(self, None, changed, None, False, delegate))
+        stack.append(_Entry(self, None, changed, None, 0, delegate))
         return self
 
     def _take_from_below(self, stack: list[_Found]) -> _Entry:
@@ -189,9 +198,10 @@ class Region(torch.autocast):
         entry = _Entry(*stack.pop(at))
         if entry.delegate is not None:
             return entry
-        if not entry.nested:
-            stack[at] = _Entry(*stack[at])._replace(nested=False)
-            entry = entry._replace(nested=True)
+        counts = next((i for i in range(at, len(stack)) if stack[i][5] is None), None)
+        if entry.level and counts is not None:
+            stack[counts] = _Entry(*stack[counts])._replace(level=entry.level)
+            entry = entry._replace(level=0)
         if entry.cache is not None:
             stack[at] = _Entry(*stack[at])._replace(cache=entry.cache)
             entry = entry._replace(cache=None)
@@ -209,12 +219,22 @@ class Region(torch.autocast):
 
     def __call__(self, func: _F) -> _F:
         """Decorate ``func``: a function, a coroutine function or a generator function."""
-        if not callable(func):
+        if not (callable(func) or isinstance(func, classmethod)):
             raise ArgumentTypeError(
                 f"autocast(...)(func) decorates a callable, got {type(func).__name__}; "
                 "to use it as a context manager, write: with amphal.autocast(...):"
             )
-        return decorate(func, lambda: self)
+        # Plain values, which Dynamo takes as constants: a function that calls itself then enters
+        # a new region at each level, where one object entered twice is more than Dynamo can trace.
+        values = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+
+        def region() -> torch.autocast:
+            if _is_compiling():
+                device, dtype, enabled, cache_enabled = values
+                return torch.autocast(device, dtype, enabled, cache_enabled)
+            return self
+
+        return decorate(func, region)
 
     def __repr__(self) -> str:
         name = str(self.fast_dtype).removeprefix("torch.") if self._enabled else "disabled"
@@ -226,6 +246,11 @@ class Region(torch.autocast):
 
 _regions: dict[tuple[object, object, bool, bool | None], Region] = {}
 _detect.on_clear(_regions.clear)
+_MOST = 512
+
+# Up to torch 2.12 a cast made under no_grad is cached without a gradient, and a later forward in
+# the same outermost region would find it.
+_CASTS_LACK_GRAD = torch_version() < (2, 13)
 
 _Device = DeviceLike | Plan | None
 
@@ -279,7 +304,10 @@ def autocast(
         return _policy_region(device_type, dtype, enabled, cache_enabled, ops)
     if _is_compiling():
         return _traced(device_type, dtype, enabled, cache_enabled)
-    if enabled is True or enabled is False:
+    # By identity: equal keys such as 1 are no flags, and must not find what True has left here.
+    if (enabled is True or enabled is False) and (
+        cache_enabled is None or cache_enabled is True or cache_enabled is False
+    ):
         try:
             return _regions[device_type, dtype, enabled, cache_enabled]
         except (KeyError, TypeError):
@@ -297,22 +325,32 @@ def _policy_region(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, op
 
 def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
     """Validate once; the next call with these arguments finds the region made here."""
-    if callable(device_type) and not isinstance(device_type, torch.nn.Module):
+    if _is_function(device_type):
         if dtype is None and enabled is True and cache_enabled is None:
             return decorate(device_type, autocast)
         raise ArgumentTypeError(
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(dtype=...), which decorates the function below it"
         )
+    before = _detect.generation()
     device, low, on = settled(device_type, dtype, enabled, cache_enabled)
     key = (device, low, on, cache_enabled)
-    region = _regions.get(key)
-    if region is None:
-        region = _regions[key] = Region(device, low, on, cache_enabled)
-    if isinstance(device_type, Plan) or (device_type is not None and dtype is not None):
-        # Only answers that the environment has no part in.
-        _regions[device_type, dtype, enabled, cache_enabled] = region
+    region = _regions.get(key) or Region(device, low, on, cache_enabled)
+    if before == _detect.generation():  # else it was settled for a registry that has changed
+        if len(_regions) >= _MOST:
+            _regions.clear()
+        _regions[key] = region
+        if isinstance(device_type, Plan) or (device_type is not None and dtype is not None):
+            # Only answers that the environment has no part in.
+            _regions[device_type, dtype, enabled, cache_enabled] = region
     return region
+
+
+def _is_function(value: Any) -> bool:
+    """Something that a bare decorator was put on; a module was more likely meant for a device."""
+    return isinstance(value, classmethod) or (
+        callable(value) and not isinstance(value, torch.nn.Module)
+    )
 
 
 def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> Any:
@@ -356,24 +394,26 @@ def _check_flags(enabled: object, cache_enabled: object) -> None:
 def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, bool]:
     """The device type, the low dtype and whether autocast is on; every check is made here."""
     precision = None if dtype is None else _detect.named_precision(dtype, what="dtype")
+    if isinstance(device, Hardware):
+        raise ArgumentTypeError(
+            f"autocast() runs on a device that is here, and {device.name!r} is a description; "
+            "pass a device, or ask amphal.detect() about the description"
+        )
     if isinstance(device, Plan):
-        device_type = device.device.type
+        device_type = device.hardware.device_type
         precision = device.dtype if precision is None else precision
-        if device.support[precision].level == "absent":
-            _detect.detect(device.device, precision=precision)
-    elif not enabled and device is not None:
+        if enabled:
+            _detect.require_available(_registry.get_backend(device_type), device_type)
+            if device.support[precision].level == "absent":
+                _detect.detect(device.device, precision=precision)
+    elif not enabled:
         # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
-        if isinstance(device, Hardware):
-            raise _no_hardware(device)
-        device_type, _ = _detect.named_device(device, what="device_type")
-        device_type = _registry.get_backend(device_type).device_type
+        device_type = _named_or_chosen(device)
     else:
-        if isinstance(device, Hardware):
-            raise _no_hardware(device)
         if device is not None:
             device = _torch_device_string(*_detect.named_device(device, what="device_type"))
         plan = _detect.detect(device, precision="auto" if precision is None else precision)
-        device_type = plan.device.type
+        device_type = plan.hardware.device_type
         precision = plan.dtype
     if not _compat.autocast_available(device_type):
         raise ArgumentError(
@@ -390,8 +430,10 @@ def _torch_device_string(device_type: str, index: int | None) -> str:
     return device_type if index is None else f"{device_type}:{index}"
 
 
-def _no_hardware(hardware: Hardware) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"autocast() runs on a device that is here, and {hardware.name!r} is a description; "
-        "pass a device, or ask amphal.detect() about the description"
-    )
+def _named_or_chosen(device: Any) -> str:
+    """The device type that was named, here or in the environment, else the one to run on."""
+    named = device if device is not None else _env.read(_env.DEVICE)
+    if named == "":
+        return _detect.detect(precision="fp32").hardware.device_type
+    what = "device_type" if device is not None else _env.DEVICE
+    return _registry.get_backend(_detect.named_device(named, what)[0]).device_type

@@ -103,8 +103,10 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
     if squares:
         norms = [square.sqrt() for square in squares]
-        return torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
+    else:
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from ._backend import torch_version
 from .errors import TorchTooOldError
 
 __all__ = [
@@ -43,6 +46,17 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
 
 
+def constant_in_graphs(func: _F) -> _F:
+    """Let Dynamo call ``func`` while it traces and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
+    so, which costs a second at import.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+@constant_in_graphs
 def autocast_available(device_type: str) -> bool:
     """Whether torch has an autocast state for this device type.
 
@@ -68,14 +82,13 @@ def foreach_devices() -> frozenset[str]:
     return frozenset(_get_foreach_kernels_supported_devices())
 
 
-def constant_in_graphs(func: _F) -> _F:
-    """Let Dynamo call ``func`` while it traces and take the result as a constant.
-
-    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
-    so, which costs a second at import.
-    """
-    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return func
+def lower_nesting(level: int) -> None:
+    """Bring this thread's autocast nesting count down to ``level``; at 0 the cache ends."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > level:
+        pass
+    if level == 0:
+        torch.clear_autocast_cache()
 
 
 def plain_autocast(
@@ -197,18 +210,18 @@ def marker_devices() -> tuple[tuple[str, torch.dtype], ...]:
 
     Dynamo guards on the autocast state of every device type that torch knows, and a compiled
     function must not run under another policy than the one it was compiled for. So the policy in
-    force is written into the autocast state of two device types that are not there: it changes no
-    op. Nobody else writes there, so what is found here once is what is put back.
+    force is written into the autocast state of device types that are not there: it changes no op.
+    Nobody else writes there, so what is found here once is what is put back.
     """
     found = []
-    for name in ("ipu", "maia", "hpu"):
+    for name in ("ipu", "maia", "hpu"):  # the last has a plug-in, which torch loads at its import
         try:
             dtype = torch.get_autocast_dtype(name)
         except RuntimeError:  # this torch does not know it
             continue
         if not has_kernel("aten::empty.memory_format", name.upper()):
             found.append((name, dtype))
-    return tuple(found[:2])
+    return tuple(found)
 
 
 @functools.cache
@@ -253,10 +266,10 @@ def in_dispatch_state(state: tuple[Any, Any]) -> Any:
 @contextlib.contextmanager
 def past_the_recorder() -> Iterator[None]:
     """Ops are neither recorded by ``torch.export`` nor by autograd here, but autocast works."""
-    key = _private("_dispatch_key_parse")("PreDispatch")
-    with _private("_ExcludeDispatchKeyGuard")(_private("DispatchKeySet")(key)):
-        with _private("_AutoDispatchBelowAutograd")():
-            yield
+    keys = _private("DispatchKeySet")(_private("_dispatch_key_parse")("PreDispatch"))
+    keys = keys.add(_private("_dispatch_key_parse")("ADInplaceOrView"))
+    with _private("_ExcludeDispatchKeyGuard")(keys), _private("_AutoDispatchBelowAutograd")():
+        yield
 
 
 def is_composite(op: Any) -> bool:
@@ -280,3 +293,41 @@ def dynamo_guards_on_autocast() -> bool:
         return not guard.check()
     finally:
         torch.set_autocast_enabled(device, enabled)
+
+
+_OLD_GRAPH_KEYS = torch_version() < (2, 13)
+_graph_lock = threading.Lock()
+_graph_cache: list[bool] = []
+
+
+def keep_graphs_off_disk(off: bool) -> None:
+    """Switch the disk cache of traced graphs off while a thread has a policy, on after the last.
+
+    Up to torch 2.12 at the latest, its key leaves out the dtypes of autocast, so that a graph of
+    one policy would be taken for another's. The setting belongs to the process.
+    """
+    if not _OLD_GRAPH_KEYS:
+        return
+    import torch._functorch.config as config
+
+    with _graph_lock:
+        if off:
+            _graph_cache.append(config.enable_autograd_cache)
+            config.enable_autograd_cache = False
+        else:
+            before = _graph_cache[0]
+            _graph_cache.pop()
+            if not _graph_cache:
+                config.enable_autograd_cache = before
+
+
+def when_trace_ends(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when Dynamo is done with the function that it traces now, if it does."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    if convert is None:
+        return
+    try:
+        translator = convert.InstructionTranslator.current_tx()
+    except AttributeError:  # it traces nothing
+        return
+    translator.output.add_cleanup_hook(callback)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from . import _compat, _detect
 from ._autocast import Region
@@ -72,36 +73,49 @@ def custom_fwd(
 
     Args:
         device_type: the device type to follow; None for those of the tensors that come in.
-        cast_inputs: in an autocast region, cast floating-point inputs (float64 aside) to this
-            dtype and run ``forward`` with autocast off. Outside one it has no effect.
+        cast_inputs: in an autocast region, cast floating-point inputs (float64 aside; in dicts,
+            lists and tuples too) to this dtype and run ``forward`` with autocast off. Outside one
+            it has no effect.
 
     Pair it with :func:`custom_bwd`, which runs ``backward`` in the state that ``forward`` had.
     """
+    named = _autocast_device(device_type)
+    target = _cast_dtype(cast_inputs)
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     if not callable(fwd):
         raise ArgumentTypeError(f"custom_fwd decorates a function, got {type(fwd).__name__}")
-    named = None if device_type is None else _detect.named_device(device_type, "device_type")[0]
-    if named is not None and not _compat.autocast_available(named):
-        raise ArgumentError(f"torch has no autocast for device type {named!r}")
-    target = _cast_dtype(cast_inputs)
 
     @functools.wraps(fwd)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        types = {named: None} if named else _device_types((args, kwargs), {})
-        available = [t for t in types if _compat.autocast_available(t)]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A Function with setup_context has a forward without ctx: there is nowhere to leave the
+        # state for backward, and custom_bwd says so.
+        has_ctx = bool(args) and isinstance(args[0], FunctionCtx)
+        inputs = args[1:] if has_ctx else args
+        types = {named: None} if named else _device_types((inputs, kwargs), {})
+        available = [t for t in types if named or _compat.autocast_available(t)]
         state = tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
         on = tuple(t for t, enabled, _ in state if enabled)
         if target is not None and on:
             state = tuple((t, False, dtype) for t, _, dtype in state)
-        setattr(ctx, _STATE, state)
-        _leave_torchs_marks(ctx, state)
+        if has_ctx:
+            setattr(args[0], _STATE, state)
+            _leave_torchs_marks(args[0], state)
         if target is None or not on:
-            return fwd(ctx, *args, **kwargs)
+            return fwd(*args, **kwargs)
         args, kwargs = _cast(args, on, target), _cast(kwargs, on, target)
-        return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, ctx, args, kwargs)
+        return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, args, kwargs)
 
     return forward
+
+
+def _autocast_device(device_type: Any) -> str | None:
+    if device_type is None:
+        return None
+    name, _ = _detect.named_device(device_type, "device_type")
+    if not _compat.autocast_available(name):
+        raise ArgumentError(f"torch has no autocast for device type {name!r}")
+    return name
 
 
 def _cast_dtype(cast_inputs: Any) -> torch.dtype | None:
@@ -120,19 +134,17 @@ def _leave_torchs_marks(ctx: Any, state: tuple[tuple[str, bool, torch.dtype], ..
     ctx._dtype = dtype
 
 
-def _run_under(
-    state: tuple[tuple[str, bool, Any], ...], func: Any, ctx: Any, args: Any, kwargs: Any
-) -> Any:
-    """``func(ctx, *args, **kwargs)`` in this autocast state, device by device."""
+def _run_under(state: tuple[tuple[str, bool, Any], ...], func: Any, args: Any, kwargs: Any) -> Any:
+    """``func(*args, **kwargs)`` in this autocast state, device by device."""
     if not state:
-        return func(ctx, *args, **kwargs)
+        return func(*args, **kwargs)
     device, enabled, dtype = state[0]
     if _is_compiling():
         region: torch.autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
     else:
         region = Region(device, dtype, enabled, None)
     with region:
-        return _run_under(state[1:], func, ctx, args, kwargs)
+        return _run_under(state[1:], func, args, kwargs)
 
 
 @overload
@@ -146,11 +158,11 @@ def custom_bwd(bwd: Any = None, *, device_type: str | torch.device | None = None
         device_type: accepted for torch's sake and not needed with :func:`custom_fwd`. It names the
             device where ``forward`` was decorated by ``torch.amp.custom_fwd``.
     """
+    named = _autocast_device(device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
     if not callable(bwd):
         raise ArgumentTypeError(f"custom_bwd decorates a function, got {type(bwd).__name__}")
-    named = None if device_type is None else _detect.named_device(device_type, "device_type")[0]
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,9 +173,10 @@ def custom_bwd(bwd: Any = None, *, device_type: str | torch.device | None = None
             state = tuple((t, ctx._fwd_used_autocast, ctx._dtype) for t in types[:1])
         else:
             raise RegionStateError(
-                "custom_bwd found no state of the forward pass on ctx; "
-                "decorate forward with @amphal.custom_fwd"
+                "custom_bwd found no state of the forward pass on ctx; decorate forward with "
+                "@amphal.custom_fwd (a Function with setup_context has no ctx in forward, so "
+                "neither custom_bwd nor torch's works there: write forward(ctx, ...) instead)"
             )
-        return _run_under(state, bwd, ctx, args, kwargs)
+        return _run_under(state, bwd, (ctx, *args), kwargs)
 
     return backward

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, TypeVar
 
 import torch
+
+from .errors import ArgumentTypeError
 
 __all__ = ["decorate"]
 
@@ -23,6 +26,8 @@ def _drive(steps: Any, region: Callable[[], torch.autocast]) -> Generator[Any, A
                 value = resume(argument)
         except StopIteration as stop:
             return stop.value
+        finally:
+            argument = None  # else an exception sent in, and the frames it holds, would stay alive
         try:
             argument = yield value
             resume = steps.send
@@ -46,8 +51,17 @@ class _Driven:
 
 def decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
     """``func`` with the region that ``region()`` gives around it while it runs."""
+    if isinstance(func, (staticmethod, classmethod)):
+        return type(func)(decorate(func.__func__, region))
+    if inspect.isclass(func):
+        raise ArgumentTypeError(
+            f"autocast decorates functions and methods, got the class {func.__name__}; "
+            "decorate its methods (for a module: forward)"
+        )
+    # What a callable object does when called is written in its __call__.
+    called = func if inspect.isroutine(func) else type(func).__call__
     wrapper: Callable[..., Any]
-    if inspect.isasyncgenfunction(func):
+    if inspect.isasyncgenfunction(called):
 
         @functools.wraps(func)
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -58,6 +72,8 @@ def decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
                     value = await _Driven(step.__await__(), region)
                 except StopAsyncIteration:
                     return
+                finally:
+                    del step
                 try:
                     step = steps.asend((yield value))
                 except GeneratorExit:
@@ -66,17 +82,20 @@ def decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
                 except BaseException as exc:
                     step = steps.athrow(exc)
 
-    elif inspect.iscoroutinefunction(func):
+    elif inspect.iscoroutinefunction(called):
 
         @functools.wraps(func)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
             return await _Driven(func(*args, **kwargs), region)
 
-    elif inspect.isgeneratorfunction(func):
+    elif inspect.isgeneratorfunction(called):
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return (yield from _drive(func(*args, **kwargs), region))
+
+        if called.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+            wrapper = types.coroutine(wrapper)
 
     else:
 
@@ -85,4 +104,6 @@ def decorate(func: _F, region: Callable[[], torch.autocast]) -> _F:
             with region():
                 return func(*args, **kwargs)
 
+    # TorchScript would follow __wrapped__ past the region; torch's own decorator says so as well.
+    wrapper.__dict__["__script_unsupported"] = "amphal.autocast is not supported in script mode"
     return wrapper  # type: ignore[return-value]

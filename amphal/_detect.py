@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -13,6 +11,7 @@ from . import _agree, _env, _plan, _registry
 from ._backend import Availability, Backend, Hardware, ScalerSupport
 from ._names import DeviceLike, PrecisionLike, named_device, named_precision
 from ._plan import Plan
+from ._warn import warn
 from .errors import BackendError, DeviceNotAvailableError, PrecisionWarning
 
 __all__ = [
@@ -47,9 +46,9 @@ def _probe(backend: Backend, index: int | None) -> Hardware:
     named = backend.device_type if index is None else f"{backend.device_type}:{index}"
     try:
         hardware = backend.probe(index)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise DeviceNotAvailableError(
-            f"{named!r} could not be probed: {type(exc).__name__}: {exc}"
+            f"{named!r} could not be probed: {_registry.reason_of(exc)}"
         ) from exc
     if not isinstance(hardware, Hardware) or hardware.device_type != backend.device_type:
         raise BackendError(
@@ -103,7 +102,7 @@ def _best() -> tuple[Backend, Hardware, list[str]]:
 def _named(device: object, precision: object) -> tuple[torch.dtype | None, str]:
     """The precision that the user named, None for "auto", and where it was named."""
     if not (isinstance(precision, str) and precision.lower() == "auto"):
-        return named_precision(precision), f"precision={precision!r}"
+        return named_precision(precision, "precision"), f"precision={precision!r}"
     # A Hardware is a question about another machine: this one's environment has no say in it.
     env_precision = "" if isinstance(device, Hardware) else _env.read(_env.PRECISION)
     auto = env_precision.lower() in ("", "auto")
@@ -111,9 +110,7 @@ def _named(device: object, precision: object) -> tuple[torch.dtype | None, str]:
     return dtype, f"{_env.PRECISION}={env_precision}"
 
 
-def _resolve(
-    device: object, precision: object
-) -> tuple[Plan, str, Callable[[], int | None] | None]:
+def _resolve(device: object, precision: object) -> tuple[Plan, str, Backend | None]:
     env_device = "" if device is not None else _env.read(_env.DEVICE)
     dtype, by = _named(device, precision)
 
@@ -125,24 +122,31 @@ def _resolve(
         )
         return plan, warning, None
 
-    current = None
     if device is None and not env_device:
         backend, hardware, reasons = _best()
         index = None
-        current = backend.current_index
     else:
         what = "device" if device is not None else _env.DEVICE
-        device_type, index = named_device(device if device is not None else env_device, what)
+        given = device if device is not None else env_device
+        device_type, index = named_device(given, what, also="an amphal.Hardware")
         backend = _registry.get_backend(device_type)
         named = device_type if index is None else f"{device_type}:{index}"
         require_available(backend, named)
         hardware = _probe(backend, index)
         reasons = [f"you named {named}" if device is not None else f"{what}={env_device}"]
-        if index is None:
-            current = backend.current_index
     where = _torch_device(backend.device_type, index)
     plan, warning = _plan.decide(backend, hardware, where, dtype, by, reasons)
-    return plan, warning, current
+    return plan, warning, backend if index is None else None
+
+
+def _current_index(backend: Backend) -> int | None:
+    try:
+        return backend.current_index()
+    except Exception as exc:
+        raise BackendError(
+            f"current_index() of the backend {backend.device_type!r} raised "
+            f"{_registry.reason_of(exc)}"
+        ) from exc
 
 
 class _Detect(Protocol):
@@ -157,11 +161,13 @@ class _Detect(Protocol):
     def cache_clear(self) -> None: ...
 
 
-# One entry per question: the plan, and for a device without an index how to ask which is current.
-_Answer = tuple[Plan, Callable[[], int | None] | None, int | None]
+# One entry per question: the plan, and for a device without an index its backend and the index
+# that was current.
+_Answer = tuple[Plan, Backend | None, int | None]
 _cache: dict[tuple[object, object, str, str], _Answer] = {}
+_MOST = 256
 _warned: set[tuple[str, str, torch.dtype]] = set()
-
+_generation = [0]
 
 _listeners: list[Callable[[], object]] = []
 
@@ -171,8 +177,14 @@ def on_clear(callback: Callable[[], object]) -> None:
     _listeners.append(callback)
 
 
+def generation() -> int:
+    """Counts how often the answers were forgotten, for those who are making one meanwhile."""
+    return _generation[0]
+
+
 def _cache_clear() -> None:
     """Forget every answer: after plugging in a device, or in tests."""
+    _generation[0] += 1
     _cache.clear()
     _warned.clear()
     for callback in _listeners:
@@ -219,26 +231,26 @@ def _detect(
         )
     key = (device, precision, _env.read(_env.DEVICE), _env.read(_env.PRECISION))
     try:
-        plan, current, index = _cache[key]
-        if current is None or current() == index:
-            return plan
+        plan, backend, index = _cache[key]
     except (KeyError, TypeError):
         pass
-    plan, warning, current = _resolve(device, precision)
+    else:
+        if backend is None or _current_index(backend) == index:
+            return plan
+    before = generation()
+    plan, warning, backend = _resolve(device, precision)
     told = (plan.device.type, plan.hardware.name, plan.dtype)
     if warning and told not in _warned:
+        warn(warning, PrecisionWarning)
         _warned.add(told)
-        warnings.warn(warning, PrecisionWarning, stacklevel=_caller_level())
-    _cache[key] = (plan, current, None if current is None else current())
+    index = None if backend is None else _current_index(backend)
+    # Not an answer that the registry overtook, and not one about a described machine: there is no
+    # end to descriptions.
+    if before == generation() and not isinstance(device, Hardware):
+        if len(_cache) >= _MOST:
+            _cache.clear()
+        _cache[key] = (plan, backend, index)
     return plan
-
-
-def _caller_level() -> int:
-    """The ``stacklevel`` of the first frame outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 _detect.__name__ = _detect.__qualname__ = "detect"

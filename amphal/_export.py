@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _compat, _policy
+from ._kernels import PASS_BY
 from .errors import OpPolicyError
 
 __all__ = ["Bake"]
@@ -68,7 +69,7 @@ def _cast_ops(region: Any) -> frozenset[str]:
     policy = region.policy
     effective = _policy.active()
     table = {**policy.builtin, **(effective.tables.get(policy.key, {}) if effective else {})}
-    return frozenset(op for op, p in table.items() if p != "as_is")
+    return frozenset(op for op, p in table.items() if p != PASS_BY)
 
 
 class _Forward(TorchDispatchMode):

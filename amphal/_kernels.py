@@ -16,7 +16,10 @@ import torch
 from . import _compat, _opnames
 from .errors import OpPolicyError
 
-__all__ = ["Action", "action"]
+__all__ = ["PASS_BY", "Action", "action"]
+
+PASS_BY = "pass_by"
+"""Beside the policies of OpLists: what autocast does with an op that it does not list."""
 
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A policy applied to one call: ``(keyset, args, kwargs)`` to the op's result."""
@@ -103,6 +106,19 @@ def _promote(op: str, device: str) -> Action:
 
 
 def _as_is(op: str, device: str) -> Action:
+    call = _compat.caller(_opnames.op_overload(op))
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _set_enabled(device, False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _set_enabled(device, True)
+
+    return run
+
+
+def _pass_by(op: str, device: str) -> Action:
     # Past autocast, not out of it: what the op is made of is still cast.
     redispatch = _compat.redispatcher(_opnames.op_overload(op))
     behind = _compat.after_key(_compat.autocast_key(device))
@@ -164,5 +180,6 @@ _MAKERS: dict[str, Callable[[str, str], Action]] = {
     "fp32_append_dtype": _append_dtype,
     "promote": _promote,
     "as_is": _as_is,
+    PASS_BY: _pass_by,
     "banned": _banned,
 }

@@ -11,7 +11,7 @@ import torch
 
 from ._backend import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._names import short_name
-from .errors import BackendError, UnsupportedPrecisionError
+from .errors import ArgumentTypeError, BackendError, UnsupportedPrecisionError
 
 if TYPE_CHECKING:
     from ._autocast import Region
@@ -21,6 +21,7 @@ __all__ = ["Plan", "choose", "decide", "facts", "has_scaler"]
 
 _DTYPES = (*LOW_PRECISION, torch.float32)
 _FULL = DtypeSupport("native", False, "full precision")
+_MISSING = DtypeSupport("absent", False, "the backend declares no support for it")
 
 
 @dataclass(frozen=True, eq=True)
@@ -43,7 +44,15 @@ class Plan:
     """Why: the device, the dtype, the scaler, one phrase each."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "support", MappingProxyType(dict(self.support)))
+        if not isinstance(self.device, torch.device):
+            raise ArgumentTypeError(f"Plan: device must be a torch.device, got {self.device!r}")
+        if self.dtype not in _DTYPES:
+            raise UnsupportedPrecisionError(
+                f"Plan: dtype must be bfloat16, float16 or float32, got {self.dtype!r}"
+            )
+        support = {dtype: self.support.get(dtype, _MISSING) for dtype in LOW_PRECISION}
+        support[torch.float32] = self.support.get(torch.float32, _FULL)
+        object.__setattr__(self, "support", MappingProxyType(support))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -118,9 +127,8 @@ def facts(
             f"amphal.DtypeSupport and answer scaler() with an amphal.ScalerSupport, "
             f"got {support!r} and {scaler!r}"
         )
-    missing = DtypeSupport("absent", False, "the backend declares no support for it")
     for dtype in LOW_PRECISION:
-        support.setdefault(dtype, missing)
+        support.setdefault(dtype, _MISSING)
     support.setdefault(torch.float32, _FULL)
     return support, scaler
 

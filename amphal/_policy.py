@@ -12,6 +12,7 @@ region inside a compiled function is two calls in the graph, :func:`begin` and :
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from . import _compat, _kernels, _opnames, _ops, _registration
+from ._kernels import PASS_BY
 from ._oplists import OpLists
 from .errors import OpPolicyError
 
@@ -33,10 +35,11 @@ class Policy:
     def __init__(self, device: str, low: torch.dtype, table: _Table, whole: bool) -> None:
         self.device = device
         self.key = _compat.autocast_key(device)
-        self.builtin = dict(_ops.op_lists(device, low))
+        lists = dict(_ops.op_lists(device, low))
+        self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
         if whole:
             # A whole set of lists speaks for every op: those that it leaves out are not cast.
-            table = {**dict.fromkeys(self.builtin, "as_is"), **table}
+            table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
         self.table = table
 
 
@@ -63,7 +66,8 @@ def _whole_table(lists: OpLists) -> dict[str, str]:
             f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
             "give them policies with .replace(...)"
         )
-    return {op: policy for op, policy in lists if _opnames.is_defined(op)}
+    table = {op: policy for op, policy in lists if _opnames.is_defined(op)}
+    return {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
 
 
 class Effective:
@@ -77,7 +81,7 @@ class Effective:
         for key, table in tables.items():
             policy = builtins[key]
             for op, wanted in table.items():
-                if not _same(wanted, policy.builtin.get(op, "as_is")):
+                if not _same(op, wanted, policy.builtin.get(op, PASS_BY)):
                     self.actions[op, key] = _kernels.action(op, wanted, policy.device)
                     changed[op, key] = wanted
         self.kernels = _registration.KernelSet(
@@ -114,7 +118,7 @@ def _make_kernel(op: str, key: str, policy: Policy) -> Any:
 
 def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
     if op not in policy.builtin:
-        return _kernels.action(op, "as_is", policy.device)
+        return _kernels.action(op, PASS_BY, policy.device)
     handle = _compat.kernel_handle(_opnames.qualified(op), key)
     if handle is None:
         return _kernels.action(op, policy.builtin[op], policy.device)
@@ -122,8 +126,13 @@ def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
     return lambda keyset, args, kwargs: call(keyset, *args, **kwargs)
 
 
-def _same(wanted: str, builtin: str) -> bool:
-    return wanted == builtin or (wanted == "fp32" and builtin == "fp32_set_opt_dtype")
+def _same(op: str, wanted: str, builtin: str) -> bool:
+    """Whether torch does by itself what is wanted, so that no kernel is needed."""
+    if wanted == "fp32":
+        return builtin in ("fp32", "fp32_set_opt_dtype")
+    if wanted == "as_is" and builtin == PASS_BY:
+        return not _compat.is_composite(_opnames.op_overload(op))
+    return wanted == builtin
 
 
 _lock = threading.RLock()
@@ -133,20 +142,29 @@ _outermost: dict[Policy, Effective] = {}
 
 
 def _marks(changes: frozenset[Any]) -> tuple[torch.dtype, ...] | None:
-    """How to mark a thread that has these changes in force: one dtype for each marker device."""
+    """How to mark a thread that has these changes in force: one dtype for each marker device.
+
+    By their content, so that the marks mean the same in every process that shares a disk cache of
+    compiled graphs.
+    """
     if not changes:
         return None
-    dtypes = _compat.all_dtypes()
-    devices = _compat.marker_devices()
-    code = len(_known_marks)
     if changes not in _known_marks:
-        if code >= len(dtypes) ** len(devices):
+        dtypes, places = _compat.all_dtypes(), len(_compat.marker_devices())
+        capacity = len(dtypes) ** places
+        taken = set(_known_marks.values())
+        if len(taken) == capacity:
             raise OpPolicyError(
-                f"this process has used {code} different casting policies, which is all that can "
-                "be told apart under torch.compile; reuse policies instead of making new ones"
+                f"this process has used {capacity} different casting policies, which is all that "
+                "can be told apart under torch.compile; reuse policies instead of making new ones"
             )
-        digits = (code // len(dtypes) ** i % len(dtypes) for i in range(len(devices)))
-        _known_marks[changes] = tuple(dtypes[d] for d in digits)
+        text = repr(sorted(changes)).encode()
+        start = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+        codes = ((start + i) % capacity for i in range(capacity))
+        marks = (
+            tuple(dtypes[c // len(dtypes) ** i % len(dtypes)] for i in range(places)) for c in codes
+        )
+        _known_marks[changes] = next(m for m in marks if m not in taken)
     return _known_marks[changes]
 
 
@@ -179,6 +197,11 @@ def active() -> Effective | None:
     return _thread.active
 
 
+def owners() -> list[Any]:
+    """Whoever entered the policies of this thread, outermost first."""
+    return [owner for owner, _ in _thread.stack]
+
+
 def enter(owner: object, inner: Policy) -> None:
     """Put ``inner`` in force in this thread until ``owner`` leaves, over the policies that are."""
     thread = _thread
@@ -209,6 +232,8 @@ def _show(before: Effective | None, now: Effective | None) -> None:
     new = now.marks if now is not None else None
     if new is old:
         return
+    if new is None or old is None:
+        _compat.keep_graphs_off_disk(new is not None)
     if new is None:
         for device, dtype in _compat.marker_devices():
             torch.set_autocast_enabled(device, False)

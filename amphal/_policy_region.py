@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Mapping
@@ -178,12 +179,20 @@ def region(
 
 def begin(index: int) -> None:
     """In a graph: enter the region of this number."""
+    depth = len(_policy.owners())
     _regions[index].__enter__()
+    _compat.when_trace_ends(functools.partial(_unwind, depth))
 
 
 def end(index: int) -> None:
     """In a graph: leave the region of this number."""
     _regions[index].__exit__()
+
+
+def _unwind(depth: int) -> None:
+    """Leave what a trace that failed had entered."""
+    for owner in reversed(_policy.owners()[depth:]):
+        owner.__exit__()
 
 
 class Traced:

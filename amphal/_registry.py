@@ -29,8 +29,10 @@ __all__ = [
     "Registration",
     "availability",
     "get_backend",
+    "known_names",
     "on_change",
     "overridden",
+    "reason_of",
     "register_backend",
     "registered_backends",
     "unregister_backend",
@@ -85,11 +87,17 @@ def _load(entry: metadata.EntryPoint) -> Backend:
 
 def _source(entry: metadata.EntryPoint) -> str:
     dist = entry.dist
-    return f"{dist.name} {dist.version}" if dist is not None else entry.value
+    # A folder without METADATA is a distribution without a name.
+    return f"{dist.name} {dist.version}" if dist is not None and dist.name else entry.value
 
 
-def _reason(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+def reason_of(exc: BaseException) -> str:
+    """The exception's type and text, whatever a vendor's class does when asked for its text."""
+    try:
+        text = str(exc)
+    except Exception:
+        text = "(its message cannot be printed)"
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 
 
 def _scan() -> dict[str, Registration]:
@@ -111,7 +119,7 @@ def _scan() -> dict[str, Registration]:
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
         except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
-            reason = _reason(exc)
+            reason = reason_of(exc)
             if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
                 reason += (
                     ". The folder you started from holds a checkout of amphal that hides the "
@@ -140,8 +148,24 @@ def _registry() -> dict[str, Registration]:
 
 
 def registered_backends() -> Mapping[str, Registration]:
-    """A read-only view of the registry: device type to :class:`Registration`, failures included."""
+    """The registry now, read-only: device type to :class:`Registration`, failures included."""
     return MappingProxyType(_registry())
+
+
+def known_names() -> list[str]:
+    """The device types that have a row, sorted."""
+    return sorted(name for name in _registry() if " " not in name)
+
+
+def _put(name: str, row: Registration | None) -> None:
+    """Set a row or remove it. A new dict each time: others may be iterating over the old one."""
+    global _rows
+    rows = dict(_registry())
+    if row is None:
+        rows.pop(name, None)
+    else:
+        rows[name] = row
+    _rows = rows
 
 
 def get_backend(device_type: str) -> Backend:
@@ -151,13 +175,17 @@ def get_backend(device_type: str) -> Backend:
         UnknownDeviceError: nothing is registered under this name.
         BackendError: something is, but it could not be loaded; the message says why.
     """
-    rows = _registry()
-    row = rows.get(device_type)
+    if not isinstance(device_type, str):
+        raise ArgumentTypeError(
+            f"device_type must be a string such as 'cuda', got {type(device_type).__name__} "
+            f"({device_type!r})"
+        )
+    row = _registry().get(device_type)
     if row is None:
-        known = [name for name in rows if " " not in name]
+        known = known_names()
         raise UnknownDeviceError(
             f"no backend is registered for device type {device_type!r}; "
-            f"registered: {', '.join(sorted(known)) or 'none (is amphal installed?)'}."
+            f"registered: {', '.join(known) or 'none (is amphal installed?)'}."
             f"{did_you_mean(device_type, known)} A plug-in adds one by the entry point group "
             f"{ENTRY_POINT_GROUP!r} or amphal.register_backend()"
         )
@@ -182,14 +210,14 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
             f"register_backend() takes an amphal.Backend, got {type(backend).__name__}"
         )
     with _lock:
-        rows = _registry()
-        old = rows.get(backend.device_type)
+        old = _registry().get(backend.device_type)
         if old is not None and not replace:
             raise DuplicateBackendError(
                 f"device type {backend.device_type!r} is already registered by {old.source}; "
                 f"refused {backend.probe.__module__}. Pass replace=True to take its place"
             )
-        rows[backend.device_type] = Registration(backend.device_type, "register_backend()", backend)
+        row = Registration(backend.device_type, "register_backend()", backend)
+        _put(backend.device_type, row)
     _changed()
 
 
@@ -200,31 +228,26 @@ def unregister_backend(device_type: str) -> Backend | None:
         UnknownDeviceError: nothing is registered under this name.
     """
     with _lock:
-        rows = _registry()
-        if device_type not in rows:
-            get_backend(device_type)
-        row = rows.pop(device_type)
+        found = _registry().get(device_type) if isinstance(device_type, str) else None
+        backend = get_backend(device_type) if found is None else found.backend
+        _put(device_type, None)
     _changed()
-    return row.backend
+    return backend
 
 
 @contextlib.contextmanager
 def overridden(backend: Backend) -> Iterator[None]:
     """Within the block ``backend`` serves its device type; then the row is as it was."""
     with _lock:
-        rows = _registry()
         name = backend.device_type
-        old = rows.get(name)
-        rows[name] = Registration(name, "simulated" if old is None else old.source, backend)
+        old = _registry().get(name)
+        _put(name, Registration(name, "simulated" if old is None else old.source, backend))
     _changed()
     try:
         yield
     finally:
         with _lock:
-            if old is None:
-                rows.pop(name, None)
-            else:
-                rows[name] = old
+            _put(name, old)
         _changed()
 
 
@@ -234,8 +257,11 @@ def availability(backend: Backend) -> Availability:
         answer = backend.available()
     except AmphalError as exc:
         return Availability(False, str(exc) or type(exc).__name__)
-    except Exception as exc:  # available() promised not to raise; a broken driver breaks promises
-        return Availability(False, f"available() of the backend raised {_reason(exc)}")
+    except (
+        Exception,
+        SystemExit,
+    ) as exc:  # available() promised not to raise; a broken driver breaks promises
+        return Availability(False, f"available() of the backend raised {reason_of(exc)}")
     if not isinstance(answer, Availability):
         return Availability(
             False,

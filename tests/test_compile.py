@@ -288,3 +288,21 @@ def test_a_region_must_be_inside_what_is_exported(strict: bool) -> None:
     model.forward = amphal.autocast("cpu", BF16)(model.forward)  # type: ignore[method-assign]
     inside = torch.export.export(model, (X,), strict=strict)
     assert inside.module()(X).dtype is BF16
+
+
+def test_a_decorated_function_that_calls_itself() -> None:
+    """Each level enters its own region in the graph; one object entered twice could not be."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.inner = Block(depth - 1) if depth else torch.nn.Identity()
+
+        @amphal.autocast("cpu", BF16)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) @ x
+
+    block = Block(2)
+    assert torch.compile(block, fullgraph=True, backend="eager")(X).dtype is BF16
+    for strict in (True, False):
+        assert torch.export.export(block, (X,), strict=strict).module()(X).dtype is BF16

@@ -15,7 +15,6 @@ from plugins.distribution import distribution, python
 
 import amphal
 from amphal import Hardware
-from amphal.testing import BackendConformance
 from amphal.testing._device import why_not_installable
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "plugins"
@@ -108,11 +107,6 @@ def test_the_file_says_that_it_was_not_run_on_hardware(name: str) -> None:
     assert "NOT RUN ON HARDWARE" in load(name).__doc__
 
 
-class TestHpu(BackendConformance):
-    backend = BACKENDS["hpu"]
-    hardware = tuple(model for model, _, _ in MODELS if model.device_type == "hpu")
-
-
 def test_hpu_is_probed_through_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for habana_frameworks.torch.hpu is asked for what its documentation offers."""
     hpu = SimpleNamespace(
@@ -170,3 +164,13 @@ def test_the_suite_passes_on_a_stand_in_of_the_device(name: str, tmp_path: Path)
     done = python(tmp_path, "-m", "pytest", "--pyargs", "amphal.testing", *options)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     assert "the_scaler_trains_through_an_overflow" in done.stdout.partition("on the device:")[2]
+
+
+def test_the_suite_passes_for_a_gaudi_that_is_not_here(tmp_path: Path) -> None:
+    """torch knows no hpu tensors, not even fake ones, without the vendor's package: one can ask."""
+    source = (EXAMPLES / "hpu.py").read_text(encoding="utf-8")
+    distribution(tmp_path, "amphal-hpu", source, {"hpu": "amphal_hpu:BACKEND"})
+    options = ("-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "--amphal-backend", "hpu")
+    done = python(tmp_path, "-m", "pytest", "--pyargs", "amphal.testing", *options)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    assert "not proven, habana_frameworks cannot be used" in done.stdout

@@ -23,8 +23,8 @@ class BackendConformance(RecordChecks, DeviceChecks):
         class TestToy(amphal.testing.BackendConformance):
             backend = "toy"
 
-    Where the device is absent, the checks that compute run on fake tensors of it; those that fake
-    tensors cannot prove are skipped with the reason. pytest's summary says how each was proven.
+    Where the device is absent, the checks of casting run on fake tensors of it, and those that
+    fake tensors cannot prove are left out. pytest's summary says how each check was proven.
     """
 
     backend: ClassVar[str | Backend]
@@ -32,26 +32,31 @@ class BackendConformance(RecordChecks, DeviceChecks):
     hardware: ClassVar[Sequence[Hardware]] = ()
     """Hardware to ask the pure functions about, beyond what this machine and amphal know."""
 
-    @pytest.fixture
-    def amphal_backend(self) -> str | Backend:
+    @classmethod
+    def under_test(cls, config: pytest.Config) -> str | Backend:
         """What to check: the attribute ``backend`` of the class."""
-        return self.backend
+        return cls.backend
+
+    @classmethod
+    def why_absent(cls, config: pytest.Config) -> str:
+        """Why the device is not here; empty if it is."""
+        backend = cls.under_test(config)
+        if isinstance(backend, str):
+            backend = _registry.get_backend(backend)
+        return _registry.availability(backend).reason
 
     @pytest.fixture
-    def subject(
-        self, request: pytest.FixtureRequest, amphal_backend: str | Backend
-    ) -> Iterator[Subject]:
+    def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
         """The backend under test; leaves on the report how the check is proven."""
+        chosen, source = self.under_test(request.config), ""
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        source = ""
-        if isinstance(amphal_backend, Backend):
-            backend = amphal_backend
-            context = _registry.overridden(backend)
+        if isinstance(chosen, str):
+            source = _registry.registered_backends()[chosen].source
+            chosen = _registry.get_backend(chosen)
         else:
-            backend = _registry.get_backend(amphal_backend)
-            source = _registry.registered_backends()[amphal_backend].source
+            context = _registry.overridden(chosen)
         with context:
-            subject = make_subject(backend, source, self.hardware)
+            subject = make_subject(chosen, source, self.hardware)
             computes = hasattr(DeviceChecks, request.node.originalname)
             how = subject.proof if computes else f"by asking, {len(subject.records)} records"
             request.node.user_properties.append(("amphal: proven", how))

@@ -9,8 +9,10 @@ dtype arguments.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,20 +55,30 @@ def observe_policy(device_type: str, op: str, dtype: Any = "bf16") -> str:
         raise ArgumentError("observe_policy() needs a low dtype, 'bf16' or 'fp16'")
     names = _opnames.overloads(op)
     overload = _opnames.op_overload(op if op in names else names[0])
+    return observe_in(functools.partial(_region, name, low), name, overload, low)
+
+
+def observe_in(
+    region: Callable[[], AbstractContextManager[Any]],
+    device: str,
+    overload: torch._ops.OpOverload,
+    low: torch.dtype,
+) -> str:
+    """The policy that ``overload`` has within ``region()``, an autocast region of ``device``."""
     try:
         full, lowered, mixed = (
-            _watch(name, overload, low, itertools.cycle(dtypes))
+            _watch(region, device, overload, itertools.cycle(dtypes))
             for dtypes in ((torch.float32,), (low,), (torch.float32, low))
         )
-    except RuntimeError as exc:
+    except (RuntimeError, OpPolicyError) as exc:
         if "unsafe to autocast" in str(exc):
             return "banned"
         raise OpPolicyError(
-            f"{op!r} could not be observed on {name!r}: its autocast kernel failed before it "
-            f"called on: {str(exc).splitlines()[0]}"
+            f"{overload} could not be observed on {device!r}: its autocast kernel failed before "
+            f"it called on: {str(exc).splitlines()[0]}"
         ) from exc
     if not _tensor_dtypes(full):
-        raise OpPolicyError(f"{op!r} takes no tensors, so autocast casts nothing")
+        raise OpPolicyError(f"{overload} takes no tensors, so autocast casts nothing")
     return _judge(overload, low, full, lowered, mixed)
 
 
@@ -86,7 +98,10 @@ def _judge(op: Any, low: torch.dtype, full: _Call, lowered: _Call, mixed: _Call)
 
 
 def _watch(
-    device: str, op: torch._ops.OpOverload, low: torch.dtype, dtypes: Iterator[Any]
+    region: Callable[[], AbstractContextManager[Any]],
+    device: str,
+    op: torch._ops.OpOverload,
+    dtypes: Iterator[Any],
 ) -> _Call:
     """What the autocast kernel of ``op`` called, given inputs of these dtypes in turn."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,7 +121,7 @@ def _watch(
     watch = Watch()  # type: ignore[no-untyped-call]
     with FakeTensorMode(), torch.inference_mode():
         args, kwargs = _arguments(op, device, dtypes)
-        with _region(device, low), watch, contextlib.suppress(_SeenError):
+        with region(), watch, contextlib.suppress(_SeenError):
             op(*args, **kwargs)
     if not seen:
         raise RuntimeError("it called another op instead")

@@ -7,9 +7,9 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,23 @@ from .._backend import Availability, Backend, Hardware
 from ..errors import PrecisionWarning
 from ._simulate import simulate
 
-__all__ = ["Subject", "another_machine", "broken_vendor_imports", "precision_named", "torch_state"]
+__all__ = [
+    "Subject",
+    "another_machine",
+    "broken_vendor_imports",
+    "make_subject",
+    "needs_device",
+    "precision_named",
+    "torch_state",
+]
+
+_F = TypeVar("_F", bound=Callable[..., None])
+
+
+def needs_device(check: _F) -> _F:
+    """Mark a check that fake tensors cannot prove; it is left out where the device is absent."""
+    check.needs_device = True  # type: ignore[attr-defined]
+    return check
 
 
 @dataclass(frozen=True)

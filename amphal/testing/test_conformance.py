@@ -11,15 +11,15 @@ from amphal.testing import BackendConformance
 class TestBackend(BackendConformance):
     """The backend that the option names, from the registry."""
 
-    @pytest.fixture
-    def amphal_backend(self, request: pytest.FixtureRequest) -> str:
+    @classmethod
+    def under_test(cls, config: pytest.Config) -> str:
         """The device type after ``--amphal-backend``."""
-        name = request.config.getoption("--amphal-backend")
+        name = config.getoption("--amphal-backend")
         if not name:
             known = ", ".join(amphal.registered_backends())
-            pytest.exit(f"say which backend to check: --amphal-backend NAME, of {known}", 4)
+            raise pytest.UsageError(f"say which backend: --amphal-backend NAME, one of {known}")
         try:
             amphal.get_backend(name)
         except amphal.AmphalError as error:
-            pytest.exit(f"--amphal-backend {name}: {error}", 4)
+            raise pytest.UsageError(f"--amphal-backend {name}: {error}") from None
         return str(name)
