@@ -13,7 +13,8 @@ from . import _grads
 from . import _scaler_rules as rules
 from ._clip import total_norm
 from ._outcome import StepOutcome
-from ._scaler import GradScaler, drop_stale_casts, is_fused, needs_host
+from ._scaler import GradScaler
+from ._stepper import drop_stale_casts, is_fused, needs_host
 from .errors import ArgumentError, ArgumentTypeError, MissingCallError
 
 __all__ = ["GradHealth", "GradMonitor"]
