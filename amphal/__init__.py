@@ -10,8 +10,10 @@ from ._autocast import autocast, custom_bwd, custom_fwd
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
+from ._install import AutocastOp, register_autocast_op
 from ._oplists import OpLists
 from ._ops import op_lists
+from ._precision import set_precision
 from ._registry import (
     Registration,
     get_backend,
@@ -46,6 +48,7 @@ __all__ = [
     "AmphalWarning",
     "ArgumentError",
     "ArgumentTypeError",
+    "AutocastOp",
     "Availability",
     "Backend",
     "BackendError",
@@ -75,7 +78,9 @@ __all__ = [
     "get_backend",
     "known_hardware",
     "op_lists",
+    "register_autocast_op",
     "register_backend",
     "registered_backends",
+    "set_precision",
     "unregister_backend",
 ]

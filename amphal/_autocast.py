@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _registry
+from . import _compat, _detect, _install, _registry
 from ._backend import LOW_PRECISION, Hardware
 from ._detect import DeviceLike, Plan, PrecisionLike
 from ._oplists import OpLists
@@ -24,6 +24,7 @@ from .errors import ArgumentError, ArgumentTypeError, RegionStateError
 __all__ = [
     "Region",
     "autocast",
+    "cast",
     "custom_bwd",
     "custom_fwd",
     "decorate",
@@ -455,6 +456,8 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
     on = enabled and precision in LOW_PRECISION
     if precision not in LOW_PRECISION:
         precision = _get_dtype(device_type)
+    if on:
+        _install.ensure_kernels(device_type, precision)
     return device_type, precision, on
 
 
@@ -482,7 +485,7 @@ def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
     return found
 
 
-def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
+def cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
     """Cast floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
     if isinstance(value, torch.Tensor):
         eligible = (
@@ -492,9 +495,9 @@ def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
         )
         return value.to(dtype) if eligible else value
     if isinstance(value, dict):
-        return {k: _cast(v, devices, dtype) for k, v in value.items()}
+        return {k: cast(v, devices, dtype) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_cast(v, devices, dtype) for v in value]
+        items = [cast(v, devices, dtype) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -545,7 +548,7 @@ def custom_fwd(
         _leave_torchs_marks(ctx, state)
         if target is None or not on:
             return fwd(ctx, *args, **kwargs)
-        args, kwargs = _cast(args, on, target), _cast(kwargs, on, target)
+        args, kwargs = cast(args, on, target), cast(kwargs, on, target)
         return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, ctx, args, kwargs)
 
     return forward
