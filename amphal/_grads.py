@@ -65,10 +65,7 @@ def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
         return {}
     device, dtype = grads[0].device, grads[0].dtype
     if not dtype.is_complex and all(
-        type(g) is Tensor
-        and g.dtype is dtype
-        and g.layout is torch.strided
-        and g.device == device
+        type(g) is Tensor and g.dtype is dtype and g.layout is torch.strided and g.device == device
         for g in grads
     ):
         return {(device, dtype, Tensor): grads}  # the common case, and several times cheaper
