@@ -6,10 +6,15 @@ device; what a device can do is declared by its backend, in one file.
 
 from __future__ import annotations
 
-from ._autocast import autocast, custom_bwd, custom_fwd
-from ._backend import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from ._autocast import autocast
+from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
+from ._monitor import GradHealth, GradMonitor
+from ._oplists import OpLists
+from ._ops import op_lists
+from ._outcome import StepOutcome
 from ._registry import (
     Registration,
     get_backend,
@@ -26,12 +31,16 @@ from .errors import (
     BackendError,
     DeviceNotAvailableError,
     DuplicateBackendError,
+    MissingCallError,
     MissingExtraError,
+    MissingStateKeyError,
+    NonFiniteGradientError,
     OpPolicyError,
     OwnerWarning,
     PrecisionWarning,
     RegionStateError,
     ScaleCollapseError,
+    ScalerArgumentError,
     ScalerStateError,
     StateDictError,
     TorchTooOldError,
@@ -52,10 +61,15 @@ __all__ = [
     "DeviceNotAvailableError",
     "DtypeSupport",
     "DuplicateBackendError",
+    "GradHealth",
+    "GradMonitor",
     "GradScaler",
     "Hardware",
     "KnownHardware",
+    "MissingCallError",
     "MissingExtraError",
+    "MissingStateKeyError",
+    "NonFiniteGradientError",
     "OpLists",
     "OpPolicyError",
     "OwnerWarning",
@@ -64,9 +78,11 @@ __all__ = [
     "RegionStateError",
     "Registration",
     "ScaleCollapseError",
+    "ScalerArgumentError",
     "ScalerStateError",
     "ScalerSupport",
     "StateDictError",
+    "StepOutcome",
     "TorchTooOldError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
@@ -76,6 +92,7 @@ __all__ = [
     "detect",
     "get_backend",
     "known_hardware",
+    "op_lists",
     "register_backend",
     "registered_backends",
     "unregister_backend",

@@ -17,7 +17,7 @@ from ._backend import DtypeSupport
 from .errors import AmphalError, ArgumentError, ArgumentTypeError, BackendError
 
 if TYPE_CHECKING:
-    from ._detect import Plan
+    from ._plan import Plan
 
 __all__ = ["Ballot", "agree", "detect"]
 
@@ -164,7 +164,7 @@ def _why(
 
 
 def _name(dtype: torch.dtype) -> str:
-    from ._detect import short_name
+    from ._names import short_name
 
     return short_name(dtype)
 

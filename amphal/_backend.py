@@ -13,12 +13,13 @@ A backend is one module with one :class:`Backend` in it. Its rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
+from ._oplists import OpLists
 from .errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -130,24 +131,28 @@ class Hardware:
                 raise ArgumentError(f"Hardware: index must be 0 or more, got {self.index}")
         if self.memory is not None:
             _check("Hardware", "memory", self.memory, int, "a number of bytes or None")
+            if self.memory < 0:
+                raise ArgumentError(f"Hardware: memory must be 0 or more bytes, got {self.memory}")
         for name in ("capability", "os_version", "torch"):
             value = getattr(self, name)
             if value is None and name == "capability":
                 continue
             try:
+                if isinstance(value, str):
+                    raise TypeError
                 value = tuple(int(v) for v in value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ArgumentTypeError(
                     f"Hardware: {name} must be a tuple of ints, got {value!r}"
                 ) from None
             if name != "os_version" and len(value) != 2:
                 raise ArgumentError(f"Hardware: {name} must be two ints, got {value!r}")
             object.__setattr__(self, name, value)
-        if isinstance(self.flags, str):
-            raise ArgumentTypeError(
-                f"Hardware: flags must be a set of strings, got the string {self.flags!r}"
-            )
-        object.__setattr__(self, "flags", frozenset(self.flags))
+        flags = self.flags
+        whole = isinstance(flags, (set, frozenset, list, tuple))
+        if not whole or not all(isinstance(flag, str) for flag in flags):
+            raise ArgumentTypeError(f"Hardware: flags must be a set of strings, got {flags!r}")
+        object.__setattr__(self, "flags", frozenset(flags))
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON-able values."""
@@ -200,63 +205,6 @@ class ScalerSupport:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check("ScalerSupport", f.name, getattr(self, f.name), bool, "True or False")
-
-
-_POLICIES = (
-    "lower_precision",
-    "fp32",
-    "fp32_set_opt_dtype",
-    "fp32_append_dtype",
-    "promote",
-    "banned",
-)
-
-
-@dataclass(frozen=True)
-class OpLists:
-    """Which ops autocast casts, and how: sets of aten names (``"softmax.int"``) by policy.
-
-    The policies are torch's own: ``lower_precision`` casts to the region's dtype, ``fp32`` to
-    float32, ``fp32_set_opt_dtype`` and ``fp32_append_dtype`` compute in float32 through a dtype
-    argument, ``promote`` takes the widest input dtype, ``banned`` raises. Ops that are in no set
-    run in the dtype of their inputs.
-    """
-
-    lower_precision: frozenset[str] = frozenset()
-    fp32: frozenset[str] = frozenset()
-    fp32_set_opt_dtype: frozenset[str] = frozenset()
-    fp32_append_dtype: frozenset[str] = frozenset()
-    promote: frozenset[str] = frozenset()
-    banned: frozenset[str] = frozenset()
-    unclassified: frozenset[str] = frozenset()
-    """Ops that the live dispatcher casts somehow and no table knows; empty on supported torches."""
-
-    def __post_init__(self) -> None:
-        seen: dict[str, str] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, str):
-                raise ArgumentTypeError(
-                    f"OpLists: {f.name} must be a set of op names, got the string {value!r}"
-                )
-            names = frozenset(value)
-            for name in names:
-                _check("OpLists", f.name, name, str, "a set of op names")
-                if name in seen:
-                    raise ArgumentError(
-                        f"OpLists: {name!r} is in both {seen[name]} and {f.name}; "
-                        "an op has one policy"
-                    )
-                seen[name] = f.name
-            object.__setattr__(self, f.name, names)
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        """The pairs ``(op, policy)``, sorted by op."""
-        pairs = [(op, f.name) for f in fields(self) for op in getattr(self, f.name)]
-        return iter(sorted(pairs))
-
-    def __len__(self) -> int:
-        return sum(len(getattr(self, f.name)) for f in fields(self))
 
 
 def _no_index() -> int | None:

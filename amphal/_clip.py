@@ -55,11 +55,9 @@ def clip(
 
 
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
-    if isinstance(max_norm, Tensor) or isinstance(max_norm, bool):
+    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not isinstance(max_norm, numbers.Real):
-        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not max_norm >= 0:
+    if not float(max_norm) >= 0:
         raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
         order = float(norm_type)
@@ -94,17 +92,25 @@ def _parameters(what: Any) -> list[Tensor]:
 
 
 def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as they are, as torch computes it; a DTensor's in full."""
+    """The norm of all gradients as they are; a DTensor's in full."""
     grads = []
     for param in params:
         grad = param.grad
         if grad is not None and grad.is_sparse:
             grad = param.grad = grad.coalesce()  # duplicate indices must be summed first
             grad = grad._values()
-        if grad is not None:
+        if grad is not None and grad.numel():  # an empty tensor has no infinity norm
             grads.append(grad)
+    squares: list[Tensor] = []
+    if norm_type == 2.0:
+        squares, grads = _grads.squares_of_large(grads)
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if squares:
+        norms = [square.sqrt() for square in squares]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
+    else:
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
@@ -162,15 +168,14 @@ def _clip_optimizer(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    from ._scaler import _is_fused, _out_of_order
+    from ._scaler import is_fused, out_of_order
 
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED or "divisor" in state:
-        raise _out_of_order("clip_grad_norm_", state)
+        raise out_of_order("clip_grad_norm_", state)
     params = _params_of(optimizer)
     groups = scaler._gather(optimizer)
-    # Powers other than 2 may overflow on the scaled gradients where they would not on the unscaled.
-    folds = norm_type in (2.0, math.inf) and _grads.is_plain(groups) and bool(groups)
+    folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state["stage"] is OptState.READY and not folds:
         scaler.unscale_(optimizer)
     if state["stage"] is OptState.UNSCALED:
@@ -183,9 +188,13 @@ def _clip_optimizer(
         _refuse_nonfinite(scaler, total, norm_type, params)
     coefficient = _coefficient(total, max_norm)
     flag = _grads.nonfinite_flag(total)
+    if _grads.host_value(flag):
+        # The host sees this flag without waiting, so the exact check need not be put off.
+        scaler.unscale_(optimizer)
+        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
     state["found_inf_per_device"] = {flag.device: flag}
     state["stage"] = OptState.UNSCALED
-    if _is_fused(optimizer):
+    if is_fused(optimizer):
         divisor = scale.to(scaled.device) / coefficient
         state["divisor"] = divisor.to(torch.float32)
         return total
@@ -194,6 +203,18 @@ def _clip_optimizer(
     _multiply(_grads.gather(params), factor)
     state["recheck"] = (max_norm, norm_type)
     return total
+
+
+def _can_fold(scaler: GradScaler, max_norm: float, norm_type: float) -> bool:
+    """Whether the norm of the scaled gradients tells what the norm of the unscaled would."""
+    if norm_type not in (2.0, math.inf):
+        return False  # other powers may overflow on the scaled gradients alone
+    # Squares of gradients far below 2**-64 vanish, so the scale must not have fallen too low
+    # for gradients as large as the limit.
+    least = 2.0**-50 / min(max(max_norm, 2.0**-20), 1.0)
+    if scaler._lower_bound() < least and len(scaler._history):
+        scaler._read_history()
+    return scaler._lower_bound() >= least
 
 
 def _clip_params(

@@ -5,12 +5,16 @@ Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the mess
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from ._backend import torch_version
 from .errors import TorchTooOldError
 
 __all__ = [
@@ -42,6 +46,17 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
 
 
+def constant_in_graphs(func: _F) -> _F:
+    """Let Dynamo call ``func`` while it traces and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
+    so, which costs a second at import.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+@constant_in_graphs
 def autocast_available(device_type: str) -> bool:
     """Whether torch has an autocast state for this device type.
 
@@ -67,14 +82,13 @@ def foreach_devices() -> frozenset[str]:
     return frozenset(_get_foreach_kernels_supported_devices())
 
 
-def constant_in_graphs(func: _F) -> _F:
-    """Let Dynamo call ``func`` while it traces and take the result as a constant.
-
-    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
-    so, which costs a second at import.
-    """
-    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return func
+def lower_nesting(level: int) -> None:
+    """Bring this thread's autocast nesting count down to ``level``; at 0 the cache ends."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > level:
+        pass
+    if level == 0:
+        torch.clear_autocast_cache()
 
 
 def plain_autocast(
@@ -84,3 +98,236 @@ def plain_autocast(
     region = torch.autocast(device_type, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
     region._enabled = enabled
     return region
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of a device type's autocast dispatch key, such as ``"AutocastXPU"``."""
+    if device_type == privateuse1_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
+
+
+def schema_exists(qualified_name: str) -> bool:
+    """Whether the dispatcher has a definition of this overload, and not only kernels for it.
+
+    An extension may register kernels for the ops of another extension, which is not loaded.
+    """
+    name, _, overload = qualified_name.partition(".")
+    try:
+        _private("_get_schema")(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def all_op_names() -> list[str]:
+    """Every overload that the dispatcher knows, such as ``"aten::softmax.int"``."""
+    return list(_private("_dispatch_get_all_op_names")())
+
+
+def registered_ops(dispatch_key: str) -> frozenset[str]:
+    """The overloads that have a kernel of their own under this dispatch key."""
+    return frozenset(_private("_dispatch_get_registrations_for_dispatch_key")(dispatch_key))
+
+
+def has_fallthrough(dispatch_key: str) -> bool:
+    """Whether ops without a kernel of their own pass through this dispatch key."""
+    # "aten::relu" is on the autocast list of nobody who has no fallthrough.
+    return "fallthrough" in next(
+        line
+        for line in _private("_dispatch_dump_table")("aten::relu").splitlines()
+        if line.startswith(f"{dispatch_key}:")
+    )
+
+
+# A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
+META_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def why_no_python_device() -> str:
+    """Why this torch cannot have a device in pure Python; empty if it can."""
+    from torch.utils import backend_registration
+
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return ""
+    return f"it needs torch 2.10 or newer, and this is {torch.__version__}"
+
+
+def setup_python_device(name: str, module: Any) -> None:
+    """Give torch's slot for third-party devices this name, with hooks and a device guard."""
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(name, module)
+
+
+def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of the third-party device, with a storage of its own."""
+    return torch._C._acc.create_empty_tensor((0,), dtype)
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether the op has a kernel of its own under this dispatch key now."""
+    answer = _private("_dispatch_has_kernel_for_dispatch_key")(qualified_name, dispatch_key)
+    return bool(answer)
+
+
+def after_key(dispatch_key: str) -> Any:
+    """The set of all dispatch keys behind this one, for calling on past it."""
+    return _private("_dispatch_keyset_full_after")(_private("_dispatch_key_parse")(dispatch_key))
+
+
+def caller(op: Any) -> Callable[..., Any]:
+    """``op`` itself, without the Python frame that OpOverload's ``__call__`` puts before it."""
+    return op._op  # type: ignore[no-any-return]
+
+
+def kernel_library(namespace: str) -> Any:
+    """Holds kernels: ``impl(name, key, kernel, True)`` adds one, ``reset()`` takes all away.
+
+    What ``torch.library.Library`` does, at a third of the time: a region pays this when it is
+    entered. The kernel is called as ``kernel(keyset, *args, **kwargs)``.
+    """
+    return _private("_dispatch_library")("IMPL", namespace, "", __file__, 0)
+
+
+def kernel_handle(qualified_name: str, dispatch_key: str) -> Any:
+    """The kernel that is on this key now: callable, and alive as long as the handle. Or None.
+
+    Handles came with torch 2.9 (``torch.library.get_kernel``).
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    return None if get_kernel is None else get_kernel(qualified_name, dispatch_key)
+
+
+def redispatcher(op: Any) -> Callable[..., Any]:
+    """``(keyset, *args, **kwargs)``: call ``op`` from a kernel with this set of keys left."""
+    return op._handle.redispatch_boxed  # type: ignore[no-any-return]
+
+
+@functools.cache
+def marker_devices() -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types of which this process can have no tensors, with their autocast dtypes.
+
+    Dynamo guards on the autocast state of every device type that torch knows, and a compiled
+    function must not run under another policy than the one it was compiled for. So the policy in
+    force is written into the autocast state of device types that are not there: it changes no op.
+    Nobody else writes there, so what is found here once is what is put back.
+    """
+    found = []
+    for name in ("ipu", "maia", "hpu"):  # the last has a plug-in, which torch loads at its import
+        try:
+            dtype = torch.get_autocast_dtype(name)
+        except RuntimeError:  # this torch does not know it
+            continue
+        if not has_kernel("aten::empty.memory_format", name.upper()):
+            found.append((name, dtype))
+    return tuple(found)
+
+
+@functools.cache
+def all_dtypes() -> tuple[torch.dtype, ...]:
+    """Every dtype of this torch, in one order."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(found, key=str))
+
+
+def allow_in_graph(func: Callable[..., Any]) -> None:
+    """Let Dynamo put calls of ``func`` in its graphs, and keep them although they give nothing.
+
+    Called while Dynamo traces, since it would cost a second of import before that.
+    """
+    torch.compiler.allow_in_graph(func)  # type: ignore[no-untyped-call]
+    torch.fx.node.has_side_effect(func)
+
+
+def being_exported() -> bool:
+    """Whether ops are being recorded by ``torch.export``, which happens before autocast."""
+    if not function_mode_enabled():
+        return False
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, PreDispatchTorchFunctionMode) for mode in modes)
+
+
+def dispatch_state() -> tuple[Any, Any]:
+    """The dispatch keys that this thread includes and excludes, for :func:`in_dispatch_state`."""
+    return (
+        _private("_dispatch_tls_local_include_set")(),
+        _private("_dispatch_tls_local_exclude_set")(),
+    )
+
+
+def in_dispatch_state(state: tuple[Any, Any]) -> Any:
+    """A context in which the thread includes and excludes exactly these dispatch keys."""
+    return _private("_ForceDispatchKeyGuard")(*state)
+
+
+@contextlib.contextmanager
+def past_the_recorder() -> Iterator[None]:
+    """Ops are neither recorded by ``torch.export`` nor by autograd here, but autocast works."""
+    keys = _private("DispatchKeySet")(_private("_dispatch_key_parse")("PreDispatch"))
+    keys = keys.add(_private("_dispatch_key_parse")("ADInplaceOrView"))
+    with _private("_ExcludeDispatchKeyGuard")(keys), _private("_AutoDispatchBelowAutograd")():
+        yield
+
+
+def is_composite(op: Any) -> bool:
+    """Whether the op is made of other ops, for autograd too, so that it can be decomposed."""
+    return has_kernel(op.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
+def dynamo_guards_on_autocast() -> bool:
+    """Whether compiled functions are bound to the autocast state of every device type.
+
+    They are from torch 2.7 or 2.8 on; on 2.6 a policy must show itself in another way.
+    """
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    device, _ = marker_devices()[0]
+    guard = GlobalStateGuard()
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, not enabled)
+    try:
+        return not guard.check()
+    finally:
+        torch.set_autocast_enabled(device, enabled)
+
+
+_OLD_GRAPH_KEYS = torch_version() < (2, 13)
+_graph_lock = threading.Lock()
+_graph_cache: list[bool] = []
+
+
+def keep_graphs_off_disk(off: bool) -> None:
+    """Switch the disk cache of traced graphs off while a thread has a policy, on after the last.
+
+    Up to torch 2.12 at the latest, its key leaves out the dtypes of autocast, so that a graph of
+    one policy would be taken for another's. The setting belongs to the process.
+    """
+    if not _OLD_GRAPH_KEYS:
+        return
+    import torch._functorch.config as config
+
+    with _graph_lock:
+        if off:
+            _graph_cache.append(config.enable_autograd_cache)
+            config.enable_autograd_cache = False
+        else:
+            before = _graph_cache[0]
+            _graph_cache.pop()
+            if not _graph_cache:
+                config.enable_autograd_cache = before
+
+
+def when_trace_ends(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when Dynamo is done with the function that it traces now, if it does."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    if convert is None:
+        return
+    try:
+        translator = convert.InstructionTranslator.current_tx()
+    except AttributeError:  # it traces nothing
+        return
+    translator.output.add_cleanup_hook(callback)

@@ -7,11 +7,10 @@ Ownership belongs to the process, not to a thread, since a backward pass runs on
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ._warn import warn
 from .errors import OwnerWarning
 
 __all__ = ["Owner", "active", "running"]
@@ -29,11 +28,10 @@ class Owner:
         """Note, once for this engine, that an autocast region steps aside for it."""
         if not self._told:
             self._told = True
-            warnings.warn(
+            warn(
                 f"{self.name} owns mixed precision: amphal.autocast steps aside inside it. "
                 "Remove the region, or leave mixed precision out of the engine's settings",
                 OwnerWarning,
-                stacklevel=_caller_level(),
             )
 
 
@@ -49,11 +47,3 @@ def running(owner: Owner) -> Iterator[None]:
         yield
     finally:
         active.remove(owner)
-
-
-def _caller_level() -> int:
-    """The ``stacklevel`` of the first frame outside this package."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -1,4 +1,4 @@
-"""``amphal.GradScaler``: torch's gradient scaler, never corrupting, saying what happened, costing less.
+"""``amphal.GradScaler``: torch's gradient scaler that never corrupts, tells more and costs less.
 
 What it adds lies beside it: the rules for values in ``_scaler_rules``, the gradients in ``_grads``,
 clipping in ``_clip``, closures in ``_closure``, outcomes and counters in ``_outcome``, state in
@@ -159,6 +159,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lower_bound(self) -> float:
         """A lower bound of the scale without asking the device; 0 if others wrote to the scale."""
+        if self._scale is not None:
+            value = _grads.host_value(self._scale)
+            if value is not None:
+                return value if value > 0.0 else 0.0
         scale, version = self._seen
         if scale is self._scale and scale is not None and scale._version == version:
             return self._lower
@@ -184,8 +188,9 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale = self._scale
-            if scale.device != outputs.device:  # type: ignore[union-attr]
-                scale = scale.to(outputs.device, non_blocking=True)  # type: ignore[union-attr]
+            assert scale is not None
+            if scale.device != outputs.device:
+                scale = scale.to(outputs.device, non_blocking=True)
             return outputs * scale
         if isinstance(outputs, (list, tuple)):
             scaled = [self.scale(value) for value in outputs]
@@ -228,7 +233,7 @@ class GradScaler(torch.amp.GradScaler):
             groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """torch's hook for fused optimizers: the flags, with the gradients as they are."""
         scale, _ = self._check_scale_growth_tracker("step")
         groups = self._gather(optimizer)
@@ -237,21 +242,18 @@ class GradScaler(torch.amp.GradScaler):
         if _grads.is_plain(groups) and not (sure and self._native):
             state["found_inf_per_device"] = _grads.probe(groups, scale)
         elif sure:
-            one = torch.ones((), dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = _grads.unscale_(
-                groups, one, native=True, may_overflow=False
-            )
+            state["found_inf_per_device"] = _grads.check(groups)
         else:
             self.unscale_(optimizer)
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
         return flags
 
-    def _found_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+    def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         flags: dict[torch.device, Tensor] = self._state_of(optimizer)["found_inf_per_device"]
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale in place, and check them. No host sync.
+        """Divide the gradients of ``optimizer`` by the scale, in place, and check them. No sync.
 
         Optional: :meth:`step` does it. Needed only to look at the gradients or change them before;
         to clip them, :meth:`clip_grad_norm_` is cheaper.
@@ -267,7 +269,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         if state["stage"] is not OptState.READY:
-            raise _out_of_order("unscale_", state)
+            raise out_of_order("unscale_", state)
         # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
         inverse = scale.reciprocal()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, inverse, False)
@@ -367,10 +369,10 @@ class GradScaler(torch.amp.GradScaler):
         states = [self._state_of(optimizer) for optimizer in optimizers]
         for state in states:
             if state["stage"] is OptState.STEPPED:
-                raise _out_of_order("step", state)
+                raise out_of_order("step", state)
         for optimizer, state in zip(optimizers, states, strict=True):
             if state["stage"] is OptState.READY and not _takes_scaler(optimizer):
-                if _is_fused(optimizer):
+                if is_fused(optimizer):
                     self._check_inf_per_device(optimizer)
                 else:
                     self.unscale_(optimizer)
@@ -378,7 +380,7 @@ class GradScaler(torch.amp.GradScaler):
             state["nothing"] = not state["found_inf_per_device"]
         flag = self._agree(states)
         skip = None
-        if flag is not None and not all(_is_fused(o) for o in optimizers):
+        if flag is not None and any(map(needs_host, optimizers)):
             flag, skip = self._ask(states, flag, veto)
         gate = flag if veto is None or flag is None else torch.maximum(flag, veto)
         return [
@@ -403,7 +405,8 @@ class GradScaler(torch.amp.GradScaler):
         if veto is None:
             found = skip = bool(flag.item())
         else:
-            found, skip = map(bool, torch.stack([flag, torch.maximum(flag, veto)]).tolist())
+            code = int((flag + 2 * veto.to(flag.device)).item())  # both in one transfer
+            found, skip = bool(code & 1), bool(code)
         if found and self._process_group is None and any("recheck" in s for s in states):
             exact = _clip.recheck(self, states)
             if exact is not None:
@@ -445,7 +448,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             assert flag is not None
             outcome = StepOutcome(flag if skip is None else skip)
-            if not _is_fused(optimizer):
+            if not is_fused(optimizer):
                 result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
             elif not skip:
                 result = self._step_fused(optimizer, state, flag, args, kwargs)
@@ -498,11 +501,8 @@ class GradScaler(torch.amp.GradScaler):
     def _finish_step(self, optimizer: Any, outcome: StepOutcome) -> None:
         self._outcomes[optimizer] = outcome
         self._stepped = True
-        # The casts of weights that autocast keeps are those of the old weights now.
-        inside = torch.autocast_increment_nesting() > 1
-        torch.autocast_decrement_nesting()
-        if inside and not outcome.nothing_to_do:
-            torch.clear_autocast_cache()
+        if not outcome.nothing_to_do:
+            drop_stale_casts()
 
     # ---- after the step --------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class GradScaler(torch.amp.GradScaler):
         """End the iteration: back the scale off or let it grow. No host sync of its own.
 
         With fused optimizers the host learns of overflows when a counter or an outcome is read,
-        and after 128 iterations at most, by one read. Until then nothing can be written wrongly:
+        and after 64 iterations at most, by one read. Until then nothing can be written wrongly:
         the decision is the device's.
 
         Args:
@@ -692,7 +692,7 @@ class GradScaler(torch.amp.GradScaler):
         self._backoff_factor = rules.backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval. A longer run of clean iterations than it grows at the next one."""
+        """Set the growth interval; a run of clean iterations that is longer grows at the next."""
         self._growth_interval = rules.growth_interval(new_interval)
         self._init_growth_tracker = min(self._init_growth_tracker, new_interval - 1)
         if self._growth_tracker is not None:
@@ -726,7 +726,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         _scaler_state.load(self, state_dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Any, ...]:
         return _scaler_state.rebuild, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -739,6 +739,14 @@ class GradScaler(torch.amp.GradScaler):
         copy: GradScaler = _scaler_state.rebuild(type(self), self.__getstate__())
         copy._process_group, copy._model = self._process_group, self._model
         return copy
+
+
+def drop_stale_casts() -> None:
+    """Inside a region, forget autocast's casts of the weights: the weights have changed."""
+    inside = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    if inside:
+        torch.clear_autocast_cache()
 
 
 def _weak_model(model: Any) -> weakref.ref[torch.nn.Module] | None:
@@ -759,8 +767,22 @@ def _is_process_group(group: Any) -> bool:
     )
 
 
-def _is_fused(optimizer: Any) -> bool:
+def is_fused(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def needs_host(optimizer: Any) -> bool:
+    """Whether the host must know the decision before it calls the optimizer's step."""
+    if not is_fused(optimizer):
+        return True
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
+            # memory that nobody wrote, and steps with it next time (2.6 to 2.13).
+            first = next((p for p in group["params"] if p.grad is not None), None)
+            if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+                return True
+    return False
 
 
 _signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -768,7 +790,7 @@ _signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def _takes_scaler(optimizer: Any) -> bool:
     """torch's older contract: a fused optimizer whose ``step`` takes ``grad_scaler=``."""
-    if not _is_fused(optimizer):
+    if not is_fused(optimizer):
         return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
     try:
@@ -788,7 +810,7 @@ def _set_flag(states: list[State], flag: Tensor) -> None:
         state["found_inf_per_device"] = {flag.device: flag}
 
 
-def _out_of_order(method: str, state: State) -> ScalerStateError:
+def out_of_order(method: str, state: State) -> ScalerStateError:
     if state["stage"] is OptState.STEPPED:
         return ScalerStateError(
             f"{method}() was called after step() of the same optimizer: "

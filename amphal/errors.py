@@ -12,7 +12,7 @@
      │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
      ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
-     ├─ MissingExtraError             (ImportError)   a framework that is not installed, and its extra
+     ├─ MissingExtraError             (ImportError)   a framework that is not installed
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
      ├─ RegionStateError              (RuntimeError)  a region left where it was not entered

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import amphal
@@ -96,8 +96,7 @@ def train_step(run: Run, x: Tensor, y: Tensor) -> Tensor:
     run.optimizer.zero_grad()
     loss = loss_of(run, x, y)
     run.scaler.scale(loss).backward()
-    run.scaler.unscale_(run.optimizer)
-    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.scaler.clip_grad_norm_(run.optimizer, 1.0)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.step += 1
@@ -202,8 +201,7 @@ def load(path: str) -> dict[str, Any]:
 def restore(run: Run, state: dict[str, Any]) -> None:
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    if state["scaler"]:  # empty from a run whose scaler was off
-        run.scaler.load_state_dict(state["scaler"])
+    run.scaler.load_state_dict(state["scaler"])
     torch.set_rng_state(state["rng"])
     run.step, run.losses, run.validation = state["step"], state["losses"], state["validation"]
 

@@ -1,0 +1,54 @@
+"""Op lists of the running torch: the declared tables, held against the live dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import _compat, _detect, _opnames, _registration, _registry
+from ._oplists import OpLists
+from .errors import ArgumentError
+
+__all__ = ["listed_live", "op_lists", "reconcile"]
+
+
+def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
+    """The casting policy of a device's autocast, true for the torch that runs.
+
+    The names are those that the backend declares, without the ones that this torch lacks or whose
+    extension is not loaded. Names that the live dispatcher casts and no table knows are in
+    ``unclassified``. The device need not be here.
+
+    Args:
+        device_type: ``"cuda"``, ``"cuda:0"``, a ``torch.device``.
+        dtype: the region's dtype, or None for torch's default on this device type.
+
+    Raises:
+        UnknownDeviceError: no backend is registered for it.
+        ArgumentError: torch has no autocast for it.
+    """
+    name, _ = _detect.named_device(device_type, what="device_type")
+    backend = _registry.get_backend(name)
+    name = backend.device_type
+    if not torch.amp.is_autocast_available(name):
+        raise ArgumentError(f"torch has no autocast for device type {name!r}")
+    low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
+    return reconcile(backend.op_lists(low), listed_live(name))
+
+
+def listed_live(device_type: str) -> frozenset[str]:
+    """The ops that torch and its extensions have on this device's autocast key now."""
+    key = _compat.autocast_key(device_type)
+    names = (n.removeprefix("aten::") for n in _compat.registered_ops(key))
+    mine = _registration.temporary_names(key)
+    return frozenset(n for n in names if _opnames.is_defined(n) and n not in mine)
+
+
+def reconcile(declared: OpLists, live: Iterable[str]) -> OpLists:
+    """``declared`` without the names that are not live, and the live names that it lacks."""
+    live = frozenset(live)
+    sets = {policy: frozenset(ops) & live for policy, ops in declared.to_dict().items()}
+    sets["unclassified"] = live - frozenset(dict(declared))
+    return OpLists(**sets)

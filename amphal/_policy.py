@@ -1,0 +1,245 @@
+"""``autocast(ops=...)``: a region with its own casting policy.
+
+The policy in force is the thread's. Its kernels stand on the device's autocast key, which is the
+process's, from the first region that needs them to the last; a kernel asks which policy its thread
+has and, if that does not name the op, does what would have been done without it. An op that no
+region names has no kernel here and costs nothing.
+
+torch.compile: the policy is also written into thread state that Dynamo guards on
+(``_compat.marker_devices``), so a function compiled under one policy never runs under another. A
+region inside a compiled function is two calls in the graph, :func:`begin` and :func:`end`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import _compat, _kernels, _opnames, _ops, _registration
+from ._kernels import PASS_BY
+from ._oplists import OpLists
+from .errors import OpPolicyError
+
+__all__ = ["Effective", "Policy", "active", "enter", "leave", "policy"]
+
+_Table = Mapping[str, str]
+
+
+class Policy:
+    """A validated ``ops=``: what each op is to do on one device type. Made once per content."""
+
+    def __init__(self, device: str, low: torch.dtype, table: _Table, whole: bool) -> None:
+        self.device = device
+        self.key = _compat.autocast_key(device)
+        lists = dict(_ops.op_lists(device, low))
+        self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
+        if whole:
+            # A whole set of lists speaks for every op: those that it leaves out are not cast.
+            table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
+        self.table = table
+
+
+_policies: dict[tuple[Any, ...], Policy] = {}
+
+
+def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> Policy:
+    """Validate ``ops`` for a device.
+
+    Raises:
+        ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
+    """
+    whole = isinstance(ops, OpLists)
+    table = _whole_table(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    content = (device, low, whole, tuple(sorted(table.items())))
+    if content not in _policies:
+        _policies[content] = Policy(device, low, table, whole)
+    return _policies[content]
+
+
+def _whole_table(lists: OpLists) -> dict[str, str]:
+    if lists.unclassified:
+        raise OpPolicyError(
+            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
+            "give them policies with .replace(...)"
+        )
+    table = {op: policy for op, policy in lists if _opnames.is_defined(op)}
+    return {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
+
+
+class Effective:
+    """The policy in force in a thread: the regions it is in, merged, the innermost winning."""
+
+    def __init__(self, tables: dict[str, _Table], builtins: dict[str, Policy]) -> None:
+        self.tables = tables
+        self.builtins = builtins
+        self.actions: dict[tuple[str, str], _kernels.Action] = {}
+        changed = {}
+        for key, table in tables.items():
+            policy = builtins[key]
+            for op, wanted in table.items():
+                if not _same(op, wanted, policy.builtin.get(op, PASS_BY)):
+                    self.actions[op, key] = _kernels.action(op, wanted, policy.device)
+                    changed[op, key] = wanted
+        self.kernels = _registration.KernelSet(
+            {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions}
+        )
+        self.marks = _marks(frozenset(changed.items()))
+        self.within: dict[Policy, Effective] = {}
+
+
+_functions: dict[tuple[str, str], Any] = {}
+
+
+def _kernel(op: str, key: str, policy: Policy) -> Any:
+    """The one kernel of an op that regions name: the thread's own policy, else what torch does."""
+    if (op, key) not in _functions:
+        _functions[op, key] = _make_kernel(op, key, policy)
+    return _functions[op, key]
+
+
+def _make_kernel(op: str, key: str, policy: Policy) -> Any:
+    pair, thread = (op, key), _thread
+    otherwise = _built_in(op, key, policy)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        effective = thread.active
+        if effective is not None:
+            run = effective.actions.get(pair)
+            if run is not None:
+                return run(keyset, args, kwargs)
+        return otherwise(keyset, args, kwargs)
+
+    return kernel
+
+
+def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
+    if op not in policy.builtin:
+        return _kernels.action(op, PASS_BY, policy.device)
+    handle = _compat.kernel_handle(_opnames.qualified(op), key)
+    if handle is None:
+        return _kernels.action(op, policy.builtin[op], policy.device)
+    call = handle.call_boxed
+    return lambda keyset, args, kwargs: call(keyset, *args, **kwargs)
+
+
+def _same(op: str, wanted: str, builtin: str) -> bool:
+    """Whether torch does by itself what is wanted, so that no kernel is needed."""
+    if wanted == "fp32":
+        return builtin in ("fp32", "fp32_set_opt_dtype")
+    if wanted == "as_is" and builtin == PASS_BY:
+        return not _compat.is_composite(_opnames.op_overload(op))
+    return wanted == builtin
+
+
+_lock = threading.RLock()
+_known_marks: dict[frozenset[Any], tuple[torch.dtype, ...]] = {}
+_effectives: dict[frozenset[Any], Effective] = {}
+_outermost: dict[Policy, Effective] = {}
+
+
+def _marks(changes: frozenset[Any]) -> tuple[torch.dtype, ...] | None:
+    """How to mark a thread that has these changes in force: one dtype for each marker device.
+
+    By their content, so that the marks mean the same in every process that shares a disk cache of
+    compiled graphs.
+    """
+    if not changes:
+        return None
+    if changes not in _known_marks:
+        dtypes, places = _compat.all_dtypes(), len(_compat.marker_devices())
+        capacity = len(dtypes) ** places
+        taken = set(_known_marks.values())
+        if len(taken) == capacity:
+            raise OpPolicyError(
+                f"this process has used {capacity} different casting policies, which is all that "
+                "can be told apart under torch.compile; reuse policies instead of making new ones"
+            )
+        text = repr(sorted(changes)).encode()
+        start = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+        codes = ((start + i) % capacity for i in range(capacity))
+        marks = (
+            tuple(dtypes[c // len(dtypes) ** i % len(dtypes)] for i in range(places)) for c in codes
+        )
+        _known_marks[changes] = next(m for m in marks if m not in taken)
+    return _known_marks[changes]
+
+
+def _merge(outer: Effective | None, inner: Policy) -> Effective:
+    """The one record of ``inner`` within ``outer``."""
+    with _lock:
+        tables = dict(outer.tables) if outer else {}
+        builtins = dict(outer.builtins) if outer else {}
+        tables[inner.key] = {**tables.get(inner.key, {}), **inner.table}
+        builtins[inner.key] = inner
+        content = frozenset((key, op, p) for key, t in tables.items() for op, p in t.items())
+        if content not in _effectives:
+            _effectives[content] = Effective(tables, builtins)
+        effective = _effectives[content]
+        (_outermost if outer is None else outer.within)[inner] = effective
+        return effective
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[object, Effective]] = []
+        self.active: Effective | None = None
+
+
+_thread = _Thread()
+
+
+def active() -> Effective | None:
+    """The policy in force in this thread."""
+    return _thread.active
+
+
+def owners() -> list[Any]:
+    """Whoever entered the policies of this thread, outermost first."""
+    return [owner for owner, _ in _thread.stack]
+
+
+def enter(owner: object, inner: Policy) -> None:
+    """Put ``inner`` in force in this thread until ``owner`` leaves, over the policies that are."""
+    thread = _thread
+    outer = thread.active
+    effective = (_outermost if outer is None else outer.within).get(inner) or _merge(outer, inner)
+    effective.kernels.hold()
+    thread.stack.append((owner, effective))
+    thread.active = effective
+    _show(outer, effective)
+
+
+def leave(owner: object) -> None:
+    """Undo the last :func:`enter` of ``owner`` in this thread, even below a later one."""
+    thread = _thread
+    stack = thread.stack
+    at = len(stack) - 1
+    while stack[at][0] is not owner:
+        at -= 1
+    _, effective = stack.pop(at)
+    before, thread.active = thread.active, stack[-1][1] if stack else None
+    _show(before, thread.active)
+    effective.kernels.drop()
+
+
+def _show(before: Effective | None, now: Effective | None) -> None:
+    """Write the thread's policy where Dynamo looks: it was ``before``, it is ``now``."""
+    old = before.marks if before is not None else None
+    new = now.marks if now is not None else None
+    if new is old:
+        return
+    if new is None or old is None:
+        _compat.keep_graphs_off_disk(new is not None)
+    if new is None:
+        for device, dtype in _compat.marker_devices():
+            torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, dtype)
+        return
+    for (device, _), dtype in zip(_compat.marker_devices(), new, strict=True):
+        if old is None:
+            torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)

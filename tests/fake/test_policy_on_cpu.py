@@ -1,0 +1,51 @@
+"""One device's casting policy on another: CUDA's, XPU's and MPS's on the CPU, op by op."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+import amphal
+from amphal import _opnames
+from amphal.testing import observe_policy
+from amphal.testing._observe import observe_in
+
+pytestmark = pytest.mark.fake
+
+# The CPU has none of these on which they could be observed.
+NOT_OBSERVED = {"_cudnn_rnn"}
+
+
+def on_cpu(lists: amphal.OpLists) -> torch.autocast:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        return amphal.autocast("cpu", dtype="bf16", ops=lists)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+def test_every_op_is_cast_on_the_cpu_as_on_the_device(device: str) -> None:
+    """Under ``ops=op_lists(device)`` the CPU casts each op as fake tensors of the device show."""
+    lists = amphal.op_lists(device)
+    ops = {op for op, _ in (*lists, *amphal.op_lists("cpu"))} - NOT_OBSERVED
+    region = functools.partial(on_cpu, lists)
+    different = {}
+    with region():  # the kernels stay between the observations, which saves most of the time
+        for op in sorted(ops):
+            there = observe_policy(device, op)
+            here = observe_in(region, "cpu", _opnames.op_overload(op), torch.bfloat16)
+            if here != there:
+                different[op] = (there, here)
+    assert different == {}
+    assert len(ops) > 150
+
+
+def test_without_the_policy_the_cpu_casts_otherwise() -> None:
+    """The comparison can fail: the CPU's own policy differs in well over a hundred ops."""
+    assert len(amphal.op_lists("cpu").diff(amphal.op_lists("cuda"))) > 100
+    softmax = _opnames.op_overload("softmax.int")
+    own = observe_in(lambda: on_cpu(amphal.op_lists("cpu")), "cpu", softmax, torch.bfloat16)
+    assert own == "as_is"
+    assert observe_policy("cuda", "softmax") == "fp32_set_opt_dtype"

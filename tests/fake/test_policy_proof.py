@@ -1,0 +1,116 @@
+"""The declared casting tables against the live dispatcher and against observation.
+
+A torch that changes a list fails here, and the assertion shows the ops and both policies.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import amphal
+from amphal import _opnames, _ops
+from amphal.backends import _lists
+from amphal.errors import OpPolicyError
+from amphal.testing import observe_policy
+
+pytestmark = pytest.mark.fake
+
+TABLES = {
+    "cuda": _lists.cuda,
+    "xpu": _lists.xpu,
+    "mps": _lists.mps,
+    "mtia": _lists.mtia,
+    "cpu": _lists.cpu,
+}
+if not torch._C._dispatch_get_registrations_for_dispatch_key("AutocastMTIA"):
+    del TABLES["mtia"]  # it has no autocast before torch 2.7
+
+# What cannot be observed on fake tensors, and why.
+EXCEPTIONS = {
+    ("cuda", "_cudnn_rnn"): "its autocast kernel flattens the weights anew, which needs cuDNN",
+}
+
+
+@pytest.mark.parametrize("device", TABLES)
+def test_declared_names_are_those_of_the_live_dispatcher(device: str) -> None:
+    """Every declared op that this torch defines is on the autocast key, and nothing else is."""
+    declared = dict(TABLES[device](torch.bfloat16))
+    live = _ops.listed_live(device)
+    # An extension's own ops, and what it adds to torch's, come with the extension.
+    added = _lists.FROM_EXTENSIONS
+    expected = {op for op in declared if _opnames.is_defined(op) and op not in added}
+    lists = _ops.reconcile(TABLES[device](torch.bfloat16), live)
+    assert sorted(lists.unclassified) == []
+    assert sorted(expected - live) == []
+
+
+@pytest.mark.parametrize("device", TABLES)
+def test_declared_policies_are_the_observed_ones(device: str) -> None:
+    """Autocast does to fake tensors of the device what the table says, for every op on the key."""
+    lists = _ops.reconcile(TABLES[device](torch.bfloat16), _ops.listed_live(device))
+    different = {}
+    for op, policy in lists:
+        if (device, op) in EXCEPTIONS:
+            continue
+        try:
+            observed = observe_policy(device, op)
+        except OpPolicyError as exc:
+            observed = str(exc)
+        if observed != policy:
+            different[op] = f"declared {policy}, observed {observed}"
+    assert different == {}
+    assert len(lists) > 90
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "cpu"])
+def test_nothing_is_unclassified(device: str) -> None:
+    """The tables know every op that the live dispatcher casts."""
+    assert amphal.op_lists(device).unclassified == frozenset()
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "cpu"])
+def test_the_policy_does_not_depend_on_the_low_dtype(device: str) -> None:
+    """fp16 and bf16 regions have the same lists, and a few ops are observed in fp16 too."""
+    assert amphal.op_lists(device, "fp16") == amphal.op_lists(device, "bf16")
+    for op in ("linear", "mse_loss"):
+        assert observe_policy(device, op, "fp16") == amphal.op_lists(device).policy(op)
+
+
+@pytest.mark.parametrize(("device", "op"), EXCEPTIONS)
+def test_an_exception_really_cannot_be_observed(device: str, op: str) -> None:
+    """An op is excused only while observing it fails, where this torch has it at all."""
+    if op in _ops.listed_live(device):
+        with pytest.raises(OpPolicyError):
+            observe_policy(device, op)
+
+
+def test_an_op_that_is_not_listed_is_as_is() -> None:
+    """Observation can tell: an op that autocast passes by keeps its inputs' dtypes."""
+    assert observe_policy("cpu", "softmax.int") == "as_is"
+    assert observe_policy("cuda", "add.Tensor") == "as_is"
+
+
+def test_observation_follows_a_changed_kernel() -> None:
+    """The proof can fail: another kernel on the key is seen, and a table that is wrong is told."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def softmax(x, dim, dtype=None):  # type: ignore[no-untyped-def]
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet("AutocastCPU")):
+            return torch.softmax(x.float(), dim, dtype)
+
+    library.impl("softmax.int", softmax, "AutocastCPU")
+    try:
+        assert observe_policy("cpu", "softmax.int") == "fp32"
+        assert amphal.op_lists("cpu").unclassified == {"softmax.int"}
+    finally:
+        library._destroy()
+    assert observe_policy("cpu", "softmax.int") == "as_is"
+
+
+def test_observing_leaves_autocast_as_it_was() -> None:
+    """Neither the state nor the dtype of the observed device changes."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    observe_policy("cuda", "mm")
+    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == before
+    assert not torch.is_autocast_enabled("cpu")
