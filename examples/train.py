@@ -50,7 +50,7 @@ class Run:
     plan: amphal.Plan
     group: Group
     model: GPT
-    net: nn.Module  # the model as the group runs it
+    net: torch.nn.Module  # the model as the group runs it
     optimizer: torch.optim.Optimizer
     scaler: amphal.GradScaler
     step: int = 0

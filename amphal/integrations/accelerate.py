@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._backend import LOW_PRECISION
-from .._detect import Plan, short_name
+from .._detect import Plan
+from .._names import short_name
 from .._scaler import GradScaler
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan
