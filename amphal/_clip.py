@@ -124,7 +124,8 @@ def _refuse_nonfinite(
     names = _grad_names.names_of_nonfinite([_Shell(params)], scaler._names())
     raise NonFiniteGradientError(
         f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
-        f"error_if_nonfinite=True was given. Not finite: {_grad_names.listed(names) or 'the norm alone'}. "
+        f"error_if_nonfinite=True was given. Not finite: "
+        f"{_grad_names.listed(names) or 'the norm alone'}. "
         "With error_if_nonfinite=False the scaler skips the step and backs off"
     )
 

@@ -201,7 +201,8 @@ class Scale(torch.amp.GradScaler):
         names = _grad_names.names_of_nonfinite(optimizers, self._names())
         return ScaleCollapseError(
             f"{why} (scale {self.get_scale():g}, min_scale {self._min_scale:g}). "
-            f"Gradients that are not finite: {_grad_names.listed(names) or 'those of an earlier step'}. "
+            "Gradients that are not finite: "
+            f"{_grad_names.listed(names) or 'those of an earlier step'}. "
             "No parameter was changed by these steps. Look for a loss or an input that is not "
             "finite, lower the learning rate, or use bf16; "
             "max_consecutive_skips=... waits longer"

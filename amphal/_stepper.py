@@ -38,8 +38,8 @@ class Stepper(Scale):
             names = _grad_names.names_of_half(optimizer, self._names())
             raise ArgumentError(
                 "the parameters are float16, so their gradients cannot be unscaled: "
-                f"{_grad_names.listed(names)}. Keep the parameters in float32 (no model.half()) and let "
-                "autocast cast them"
+                f"{_grad_names.listed(names)}. Keep the parameters in float32 (no model.half()) "
+                "and let autocast cast them"
             )
         return groups
 
