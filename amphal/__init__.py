@@ -11,10 +11,12 @@ from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSuppo
 from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
+from ._install import AutocastOp, register_autocast_op
 from ._monitor import GradHealth, GradMonitor
 from ._oplists import OpLists
 from ._ops import op_lists
 from ._outcome import StepOutcome
+from ._precision import set_precision
 from ._registry import (
     Registration,
     get_backend,
@@ -55,6 +57,7 @@ __all__ = [
     "AmphalWarning",
     "ArgumentError",
     "ArgumentTypeError",
+    "AutocastOp",
     "Availability",
     "Backend",
     "BackendError",
@@ -93,7 +96,9 @@ __all__ = [
     "get_backend",
     "known_hardware",
     "op_lists",
+    "register_autocast_op",
     "register_backend",
     "registered_backends",
+    "set_precision",
     "unregister_backend",
 ]

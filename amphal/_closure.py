@@ -30,7 +30,7 @@ def step(
     kwargs: dict[str, Any],
 ) -> Any:
     """One decision for all evaluations: step, or skip and put everything back."""
-    from ._scaler import out_of_order
+    from ._stepper import out_of_order
 
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED:

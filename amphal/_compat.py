@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 
-from ._backend import torch_version
 from .errors import TorchTooOldError
 
 __all__ = [
@@ -132,12 +133,9 @@ def registered_ops(dispatch_key: str) -> frozenset[str]:
 
 def has_fallthrough(dispatch_key: str) -> bool:
     """Whether ops without a kernel of their own pass through this dispatch key."""
-    # "aten::relu" is on the autocast list of nobody who has no fallthrough.
-    return "fallthrough" in next(
-        line
-        for line in _private("_dispatch_dump_table")("aten::relu").splitlines()
-        if line.startswith(f"{dispatch_key}:")
-    )
+    # An op that casts nowhere, so what the table shows for it is what stands for all.
+    table = _private("_dispatch_dump_table")("aten::detach").splitlines()
+    return any("fallthrough" in line for line in table if line.startswith(f"{dispatch_key}:"))
 
 
 # A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
@@ -205,7 +203,7 @@ def redispatcher(op: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def marker_devices() -> tuple[tuple[str, torch.dtype], ...]:
+def marker_devices() -> dict[str, torch.dtype]:
     """Device types of which this process can have no tensors, with their autocast dtypes.
 
     Dynamo guards on the autocast state of every device type that torch knows, and a compiled
@@ -213,15 +211,15 @@ def marker_devices() -> tuple[tuple[str, torch.dtype], ...]:
     force is written into the autocast state of device types that are not there: it changes no op.
     Nobody else writes there, so what is found here once is what is put back.
     """
-    found = []
-    for name in ("ipu", "maia", "hpu"):  # the last has a plug-in, which torch loads at its import
+    found = {}
+    for name in ("ipu", "maia"):
         try:
             dtype = torch.get_autocast_dtype(name)
         except RuntimeError:  # this torch does not know it
             continue
         if not has_kernel("aten::empty.memory_format", name.upper()):
-            found.append((name, dtype))
-    return tuple(found)
+            found[name] = dtype
+    return found
 
 
 @functools.cache
@@ -281,11 +279,11 @@ def is_composite(op: Any) -> bool:
 def dynamo_guards_on_autocast() -> bool:
     """Whether compiled functions are bound to the autocast state of every device type.
 
-    They are from torch 2.7 or 2.8 on; on 2.6 a policy must show itself in another way.
+    They are from torch 2.8 at the latest; on 2.6 a policy must show itself in another way.
     """
     from torch._C._dynamo.guards import GlobalStateGuard
 
-    device, _ = marker_devices()[0]
+    device = next(iter(marker_devices()))
     guard = GlobalStateGuard()
     enabled = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, not enabled)
@@ -295,29 +293,43 @@ def dynamo_guards_on_autocast() -> bool:
         torch.set_autocast_enabled(device, enabled)
 
 
-_OLD_GRAPH_KEYS = torch_version() < (2, 13)
-_graph_lock = threading.Lock()
-_graph_cache: list[bool] = []
+class _Found(threading.local):
+    setting: Any = None
+
+
+_found = _Found()
+_off_lock = threading.Lock()
+_off_before: list[Any] = []
+
+
+@functools.cache
+def _graph_cache_setting() -> tuple[Any, Any]:
+    config: Any = importlib.import_module("torch._functorch.config")
+    return config, config._config["enable_autograd_cache"].user_override
 
 
 def keep_graphs_off_disk(off: bool) -> None:
-    """Switch the disk cache of traced graphs off while a thread has a policy, on after the last.
+    """Switch the disk cache of traced graphs off while this thread has a policy, and back.
 
-    Up to torch 2.12 at the latest, its key leaves out the dtypes of autocast, so that a graph of
-    one policy would be taken for another's. The setting belongs to the process.
+    Its key leaves out the dtypes of autocast in torch 2.9 and before, and has too few of them to
+    tell all policies apart in any: a graph of one policy could be taken for another's. What
+    inductor makes of a graph is cached all the same.
     """
-    if not _OLD_GRAPH_KEYS:
-        return
-    import torch._functorch.config as config
-
-    with _graph_lock:
+    config, setting = _graph_cache_setting()
+    if isinstance(setting, ContextVar):
+        # The thread's own. Past the module's __setattr__, which costs 10 us.
         if off:
-            _graph_cache.append(config.enable_autograd_cache)
+            _found.setting = setting.get()
+        setting.set(False if off else _found.setting)
+        return
+    with _off_lock:  # an older torch: one setting for the process
+        if off:
+            _off_before.append(config.enable_autograd_cache)
             config.enable_autograd_cache = False
         else:
-            before = _graph_cache[0]
-            _graph_cache.pop()
-            if not _graph_cache:
+            before = _off_before[0]
+            _off_before.pop()
+            if not _off_before:
                 config.enable_autograd_cache = before
 
 

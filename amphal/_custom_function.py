@@ -36,7 +36,7 @@ def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
     return found
 
 
-def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
+def cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
     """Cast floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
     if isinstance(value, torch.Tensor):
         eligible = (
@@ -46,9 +46,9 @@ def _cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
         )
         return value.to(dtype) if eligible else value
     if isinstance(value, dict):
-        return {k: _cast(v, devices, dtype) for k, v in value.items()}
+        return {k: cast(v, devices, dtype) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_cast(v, devices, dtype) for v in value]
+        items = [cast(v, devices, dtype) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -103,7 +103,7 @@ def custom_fwd(
             _leave_torchs_marks(args[0], state)
         if target is None or not on:
             return fwd(*args, **kwargs)
-        args, kwargs = _cast(args, on, target), _cast(kwargs, on, target)
+        args, kwargs = cast(args, on, target), cast(kwargs, on, target)
         return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, args, kwargs)
 
     return forward

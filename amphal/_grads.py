@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ __all__ = [
     "gather",
     "host_value",
     "is_plain",
-    "names_of_nonfinite",
     "nonfinite_flag",
-    "parameter_name",
+    "params_of",
     "probe",
     "squares_of_large",
     "unscale_",
@@ -54,11 +53,20 @@ def host_value(scalar: Tensor) -> float | None:
     return None
 
 
-def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
+def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
     """The gradients by device, dtype and tensor class: strided real tensors that share memory.
 
     A sparse gradient gives its values, coalesced first if ``coalesce``; a complex one its parts.
     """
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if not grads:
+        return {}
+    device, dtype = grads[0].device, grads[0].dtype
+    if not dtype.is_complex and all(
+        type(g) is Tensor and g.dtype is dtype and g.layout is torch.strided and g.device == device
+        for g in grads
+    ):
+        return {(device, dtype, Tensor): grads}  # the common case, and several times cheaper
     groups: Groups = {}
     for param in params:
         grad = param.grad
@@ -68,15 +76,16 @@ def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
             if coalesce and grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             grad = grad._values() if grad.is_sparse else grad.values()
-        key = (grad.device, grad.dtype, type(grad))
-        if key in groups:
-            groups[key].append(grad)
-        else:
-            groups[key] = [grad]
+        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
     for key in [key for key in groups if key[1].is_complex]:
         real = [torch.view_as_real(grad) for grad in groups.pop(key)]
         groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
     return groups
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def is_plain(groups: Groups) -> bool:
@@ -242,45 +251,3 @@ def update_scale_(
     grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(bad, _times(scale, backoff), torch.where(grow, grown, scale)))
     tracker.copy_(successful * ~(bad | grow))
-
-
-def parameter_name(names: Mapping[int, str], param: Tensor, group: int, index: int) -> str:
-    """The qualified name if the model is known, else where the optimizer holds it."""
-    return names.get(id(param)) or f"group {group}, param {index}, shape {tuple(param.shape)}"
-
-
-def _named(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            yield parameter_name(names, param, number, index), param
-
-
-def names_of_nonfinite(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[str]:
-    """The parameters whose gradients hold inf or NaN now. Reads the device: for errors only."""
-    found = []
-    for optimizer in optimizers:
-        for name, param in _named(optimizer, names):
-            flags = unscaled_flags(param)
-            if any(flags):
-                found.append(name)
-    return found
-
-
-def unscaled_flags(param: Tensor) -> list[bool]:
-    """For one parameter: whether its gradient (or its local shard) is not finite; empty if none."""
-    if param.grad is None:
-        return []
-    grad = param.grad
-    local = grad.to_local() if hasattr(grad, "to_local") else grad  # a DTensor's shard
-    if local.layout is not torch.strided:
-        local = local._values() if local.is_sparse else local.values()
-    return [not bool(torch.isfinite(local).all())]
-
-
-def names_of_half(optimizer: Any, names: Mapping[int, str]) -> list[str]:
-    """The parameters whose gradients are float16."""
-    return [
-        name
-        for name, param in _named(optimizer, names)
-        if param.grad is not None and param.grad.dtype is torch.float16
-    ]

@@ -13,7 +13,8 @@ from . import _grads
 from . import _scaler_rules as rules
 from ._clip import total_norm
 from ._outcome import StepOutcome
-from ._scaler import GradScaler, drop_stale_casts, is_fused, needs_host
+from ._scaler import GradScaler
+from ._stepper import drop_stale_casts, is_fused, needs_host
 from .errors import ArgumentError, ArgumentTypeError, MissingCallError
 
 __all__ = ["GradHealth", "GradMonitor"]
@@ -147,7 +148,7 @@ class GradMonitor:
     def _params(self) -> list[Tensor]:
         if isinstance(self._watched, torch.nn.Module):
             return list(self._watched.parameters())
-        return [param for group in self._watched.param_groups for param in group["params"]]
+        return _grads.params_of(self._watched)
 
     @torch.no_grad()
     def observe(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _compat, _detect, _opnames, _registration, _registry
+from . import _compat, _detect, _install, _opnames, _registration, _registry
 from ._oplists import OpLists
 from .errors import ArgumentError
 
@@ -35,7 +35,13 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
     if not torch.amp.is_autocast_available(name):
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
     low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
-    return reconcile(backend.op_lists(low), listed_live(name))
+    declared = backend.op_lists(low)
+    if _install.needs_kernels(name):
+        # amphal will install exactly what is declared when a region on the device is made.
+        return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
+    for op, policy in _install.registered_policies(name).items():
+        declared = declared.add(**{policy: [op]})
+    return reconcile(declared, listed_live(name))
 
 
 def listed_live(device_type: str) -> frozenset[str]:

@@ -136,35 +136,38 @@ def _same(op: str, wanted: str, builtin: str) -> bool:
 
 
 _lock = threading.RLock()
-_known_marks: dict[frozenset[Any], tuple[torch.dtype, ...]] = {}
+Marks = tuple[tuple[str, torch.dtype], ...]
+_known_marks: dict[frozenset[Any], Marks] = {}
 _effectives: dict[frozenset[Any], Effective] = {}
 _outermost: dict[Policy, Effective] = {}
 
 
-def _marks(changes: frozenset[Any]) -> tuple[torch.dtype, ...] | None:
-    """How to mark a thread that has these changes in force: one dtype for each marker device.
+def _marks(changes: frozenset[Any]) -> Marks:
+    """How to mark a thread that has these changes in force: a dtype for each marker device.
 
     By their content, so that the marks mean the same in every process that shares a disk cache of
     compiled graphs.
     """
-    if not changes:
-        return None
+    if not changes or not _compat.dynamo_guards_on_autocast():
+        return ()
     if changes not in _known_marks:
-        dtypes, places = _compat.all_dtypes(), len(_compat.marker_devices())
-        capacity = len(dtypes) ** places
+        dtypes = _compat.all_dtypes()
+        places = list(_compat.marker_devices())
+        capacity = len(dtypes) ** len(places)
         taken = set(_known_marks.values())
-        if len(taken) == capacity:
+        digest = hashlib.sha256(repr(sorted(changes)).encode()).digest()
+        start = int.from_bytes(digest[:8], "big")
+        for code in range(start, start + capacity):
+            digits = [code // len(dtypes) ** i % len(dtypes) for i in range(len(places))]
+            marks = tuple((p, dtypes[d]) for p, d in zip(places, digits, strict=True))
+            if marks not in taken:
+                break
+        else:
             raise OpPolicyError(
                 f"this process has used {capacity} different casting policies, which is all that "
                 "can be told apart under torch.compile; reuse policies instead of making new ones"
             )
-        text = repr(sorted(changes)).encode()
-        start = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
-        codes = ((start + i) % capacity for i in range(capacity))
-        marks = (
-            tuple(dtypes[c // len(dtypes) ** i % len(dtypes)] for i in range(places)) for c in codes
-        )
-        _known_marks[changes] = next(m for m in marks if m not in taken)
+        _known_marks[changes] = marks
     return _known_marks[changes]
 
 
@@ -228,18 +231,16 @@ def leave(owner: object) -> None:
 
 def _show(before: Effective | None, now: Effective | None) -> None:
     """Write the thread's policy where Dynamo looks: it was ``before``, it is ``now``."""
-    old = before.marks if before is not None else None
-    new = now.marks if now is not None else None
+    old: Marks = before.marks if before is not None else ()
+    new: Marks = now.marks if now is not None else ()
     if new is old:
         return
-    if new is None or old is None:
-        _compat.keep_graphs_off_disk(new is not None)
-    if new is None:
-        for device, dtype in _compat.marker_devices():
-            torch.set_autocast_enabled(device, False)
-            torch.set_autocast_dtype(device, dtype)
-        return
-    for (device, _), dtype in zip(_compat.marker_devices(), new, strict=True):
-        if old is None:
-            torch.set_autocast_enabled(device, True)
+    if not new or not old:
+        _compat.keep_graphs_off_disk(bool(new))
+    found = _compat.marker_devices()
+    for device, _ in old:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, found[device])
+    for device, dtype in new:
+        torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, dtype)

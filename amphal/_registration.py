@@ -14,7 +14,7 @@ import torch
 
 from . import _compat, _opnames
 
-__all__ = ["KernelSet", "temporary_names"]
+__all__ = ["KernelSet", "Kernels", "temporary_names"]
 
 GRACE = 0.1
 """Seconds for which other threads keep kernels where torch gives no handle to hold them by."""
@@ -25,16 +25,11 @@ _there: list[KernelSet] = []
 _retired: deque[list[Any]] = deque(maxlen=64)
 
 
-class KernelSet:
-    """Kernels of several ops that come and go together, for the first user and after the last.
-
-    Two sets may have the same op: kernels of one op and key lie on each other, and any of them can
-    be taken away. The uppermost is called, so all sets must give one and the same function.
-    """
+class Kernels:
+    """Kernels of several ops on their dispatch keys, from :meth:`put` to :meth:`take_away`."""
 
     def __init__(self, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
         self.pairs = tuple(kernels)
-        self._count = 0
         self._libraries: dict[str, Any] = {}
         self._kernels: list[tuple[Any, str, str, Any]] = []
         for (op, key), kernel in kernels.items():
@@ -43,6 +38,30 @@ class KernelSet:
                 self._libraries[namespace] = _compat.kernel_library(namespace)
             self._kernels.append((self._libraries[namespace].impl, name, key, kernel))
 
+    def put(self) -> None:
+        """Register the kernels, without torch's warning that one overrides another."""
+        _spend_the_warning()
+        with _silence() if torch.is_warn_always_enabled() else _NOTHING:
+            for put, name, key, kernel in self._kernels:
+                put(name, key, kernel, True)
+
+    def take_away(self) -> None:
+        """Undo :meth:`put`."""
+        for library in self._libraries.values():
+            library.reset()
+
+
+class KernelSet(Kernels):
+    """Kernels that come and go together, for the first user and after the last.
+
+    Two sets may have the same op: kernels of one op and key lie on each other, and any of them can
+    be taken away. The uppermost is called, so all sets must give one and the same function.
+    """
+
+    def __init__(self, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
+        super().__init__(kernels)
+        self._count = 0
+
     def hold(self) -> None:
         """Have the kernels there until the matching :meth:`drop`."""
         if not self.pairs:
@@ -50,7 +69,8 @@ class KernelSet:
         with _lock:
             self._count += 1
             if self._count == 1 and self not in _there:
-                self._put()
+                self.put()
+                _there.append(self)
 
     def drop(self) -> None:
         """The counterpart of :meth:`hold`."""
@@ -59,34 +79,24 @@ class KernelSet:
         with _lock:
             self._count -= 1
             if self._count == 0:
-                self._take_away()
+                self._retire()
 
-    def _put(self) -> None:
-        _spend_the_warning()
-        with _silence() if torch.is_warn_always_enabled() else _NOTHING:
-            for put, name, key, kernel in self._kernels:
-                put(name, key, kernel, True)
-        _there.append(self)
-
-    def _take_away(self) -> None:
+    def _retire(self) -> None:
         if threading.active_count() > 1:
             # Another thread may wait for the GIL inside a kernel, which must not be freed under it.
             handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in self.pairs]
             if None in handles:
-                threading.Timer(GRACE, self._take_away_later).start()
+                threading.Timer(GRACE, self._retire_late).start()
                 return
             _retired.append(handles)
-        self._reset()
+        _there.remove(self)
+        self.take_away()
 
-    def _take_away_later(self) -> None:
+    def _retire_late(self) -> None:
         with _lock:
             if self._count == 0 and self in _there:
-                self._reset()
-
-    def _reset(self) -> None:
-        _there.remove(self)
-        for library in self._libraries.values():
-            library.reset()
+                _there.remove(self)
+                self.take_away()
 
 
 def temporary_names(key: str) -> frozenset[str]:

@@ -11,6 +11,10 @@ __all__ = ["warn"]
 def warn(message: str, category: type[Warning]) -> None:
     """Warn as if the first frame outside this package had."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__package__")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def _is_ours(package: str | None) -> bool:
+    return package is not None and package.split(".")[0] == __package__

@@ -155,7 +155,7 @@ def test_a_trace_that_fails_leaves_nothing(inputs: Inputs) -> None:
 
     for f in (broken, from_outside({"softmax": "fp32"})):
         compiled = torch.compile(f, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match=r".*"):
+        with pytest.raises(Exception):  # noqa: B017 - what Dynamo raises differs by version
             compiled(*([object()] if f is not broken else [inputs[1]]))
         assert _policy.active() is None
         assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,165 @@
+"""Autocast kernels for what has none: a device whose maker brings none, and third-party ops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from . import _compat, _detect, _kernels, _opnames, _registration, _registry
+from .errors import ArgumentError, ArgumentTypeError, OpPolicyError
+
+__all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
+
+_lock = threading.Lock()
+_installed: dict[str, Any] = {}
+
+
+def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
+    """Install the lists that a backend declares, if its tensors would raise under autocast.
+
+    That is so where nobody has put a fallthrough on the device's autocast key: then every op on its
+    tensors fails in a region. Done once a device, for the rest of the process.
+    """
+    if device_type in _installed:
+        return
+    key = _compat.autocast_key(device_type)
+    with _lock:
+        if device_type in _installed:
+            return
+        if _compat.has_fallthrough(key):
+            _installed[device_type] = None
+            return
+        lists = _registry.get_backend(device_type).op_lists(dtype)
+        actions = {
+            (op, key): _static(_kernels.action(op, policy, device_type))
+            for op, policy in lists
+            if policy not in ("as_is", "unclassified") and _opnames.is_defined(op)
+        }
+        fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+        kernels = _registration.Kernels(actions)
+        kernels.put()
+        _installed[device_type] = (fallthrough, kernels)
+
+
+def needs_kernels(device_type: str) -> bool:
+    """Whether the device's tensors would raise under autocast now."""
+    return not _compat.has_fallthrough(_compat.autocast_key(device_type))
+
+
+def _static(run: _kernels.Action) -> Callable[..., Any]:
+    return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
+
+
+class AutocastOp:
+    """An op's registered autocast rule; :meth:`remove` takes it back."""
+
+    def __init__(self, names: tuple[str, ...], policy: str, device_types: tuple[str, ...]) -> None:
+        self.ops = names
+        self.policy = policy
+        self.device_types = device_types
+        self._kernels: list[_registration.Kernels] = []
+
+    def remove(self) -> None:
+        """Take the rule back: the op is no longer cast on these devices."""
+        with _lock:
+            for device in self.device_types:
+                for op in self.ops:
+                    if _rules.get((device, op)) is self:
+                        del _rules[device, op]
+            for kernels in self._kernels:
+                kernels.take_away()
+            self._kernels.clear()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(self.device_types)
+        return f"<AutocastOp {', '.join(self.ops)}: {self.policy} on {devices}>"
+
+
+_rules: dict[tuple[str, str], AutocastOp] = {}
+
+
+def registered_policies(device_type: str) -> dict[str, str]:
+    """The ops that :func:`register_autocast_op` gave a rule on this device, with their policies."""
+    return {op: rule.policy for (device, op), rule in _rules.items() if device == device_type}
+
+
+def register_autocast_op(
+    op: Any, policy: str, device_types: str | Iterable[str] | None = None
+) -> AutocastOp:
+    """Give an op that torch's autocast does not list a casting policy, on every device or some.
+
+    For custom ops and those of extensions, such as a fused attention. The dtype is that of the
+    region at each call. It works on every torch from 2.6 and for every device type that has
+    autocast; ``torch.library.register_autocast`` does since 2.13, with the dtype fixed.
+
+    Args:
+        op: a name (``"mylib::attention"``), an op of ``torch.ops``, or what
+            ``torch.library.custom_op`` made. A bare name means all its overloads.
+        policy: ``"lower_precision"``, ``"fp32"`` or ``"promote"``; ``"as_is"`` shields what the op
+            is made of.
+        device_types: one device type or several; None for all that have a backend.
+
+    Returns:
+        A handle; its ``remove()`` undoes the registration.
+
+    Raises:
+        OpPolicyError: no such op, a policy that makes no sense for it, or one that is listed on
+            one of the devices already (``autocast(ops=...)`` changes those). Nothing was changed.
+    """
+    table = _opnames.expand({_name(op): policy})
+    devices = _devices(device_types)
+    with _lock:
+        for device in devices:
+            key = _compat.autocast_key(device)
+            listed = [name for name in table if _compat.has_kernel(_opnames.qualified(name), key)]
+            if listed:
+                rule = _rules.get((device, listed[0]))
+                by = (
+                    f"amphal, as {rule.policy!r}; call remove() of that"
+                    if rule
+                    else ("torch or an extension; change it with amphal.autocast(ops=...)")
+                )
+                raise OpPolicyError(
+                    f"{listed[0]!r} already has an autocast rule on {device!r}, by {by}"
+                )
+        rule = AutocastOp(tuple(table), policy, devices)
+        for device in devices:
+            key = _compat.autocast_key(device)
+            run = {n: _static(_kernels.action(n, policy, device)) for n in table}
+            kernels = _registration.Kernels({(n, key): kernel for n, kernel in run.items()})
+            kernels.put()
+            rule._kernels.append(kernels)
+            _rules.update({(device, name): rule for name in table})
+    return rule
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op._name.removeprefix("aten::")
+    name = getattr(op, "_qualified_op_name", None) or getattr(op, "_qualname", None)
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            "op must be a name such as 'mylib::attention', an op of torch.ops or one made by "
+            f"torch.library.custom_op, got {type(op).__name__}"
+        )
+    return name
+
+
+def _devices(device_types: Any) -> tuple[str, ...]:
+    if device_types is None:
+        rows = _registry.registered_backends().items()
+        names = [name for name, row in rows if row.backend is not None]
+        return tuple(n for n in names if _compat.autocast_available(n))
+    given = [device_types] if isinstance(device_types, str) else list(device_types)
+    names = [_detect.named_device(d, what="device_types")[0] for d in given]
+    for name in names:
+        _registry.get_backend(name)
+        if not _compat.autocast_available(name):
+            raise ArgumentError(f"torch has no autocast for device type {name!r}")
+    return tuple(dict.fromkeys(names))
