@@ -1,7 +1,8 @@
 """Accelerate: an ``Accelerator`` that runs a plan, with amphal's scaler in it.
 
-Accelerate takes its scaler from ``torch.amp``, and on a CPU it takes fp16 for full precision with
-no word of it. :func:`adopt` puts the plan's scaler in and autocast on, before anything is prepared.
+Accelerate takes its scaler from ``torch.amp``, and on a CPU it takes fp16 for full precision
+without a word. :func:`adopt` puts the plan's scaler in and autocast on, before anything is
+prepared.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._backend import LOW_PRECISION
-from .._detect import Plan, short_name
+from .._detect import Plan
+from .._names import short_name
 from .._scaler import GradScaler
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan
