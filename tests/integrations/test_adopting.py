@@ -66,7 +66,7 @@ def test_accelerate_settings_reach_the_scaler() -> None:
 def test_accelerate_checkpoint_has_the_scaler(tmp_path: Path) -> None:
     """save_state and load_state carry scale and counters."""
     plan = plan_of("fp16")
-    first = accelerate.accelerator(plan)
+    first = accelerate.accelerator(plan, scaler=amphal.GradScaler(plan, 128.0))
     model, optimizer = first.prepare(*parts())
     for factor in (1.0, math.inf, 1.0):
         first.backward(model(torch.ones(2, 8)).float().sum() * factor)
@@ -106,7 +106,8 @@ def test_training_arguments_of_a_plan() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_fabric_clips(fused: bool) -> None:
     """fabric.clip_gradients sees unscaled gradients, with a fused optimizer too."""
-    precision = lightning.fabric_precision(plan_of("fp16"))
+    plan = plan_of("fp16")
+    precision = lightning.fabric_precision(plan, scaler=amphal.GradScaler(plan, 128.0))
     fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
     model, optimizer = fabric.setup(*parts(fused))
     fabric.backward(model(torch.ones(2, 8)).sum())
@@ -139,7 +140,8 @@ class Module(LightningModule):  # type: ignore[misc]
 @pytest.mark.parametrize("fused", [False, True])
 def test_trainer_clips(fused: bool) -> None:
     """gradient_clip_val works with amphal's scaler, with a fused optimizer too."""
-    precision = lightning.trainer_precision(plan_of("fp16"))
+    plan = plan_of("fp16")
+    precision = lightning.trainer_precision(plan, scaler=amphal.GradScaler(plan, 128.0))
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, plugins=precision, logger=False,
         gradient_clip_val=0.5, enable_checkpointing=False, enable_progress_bar=False,

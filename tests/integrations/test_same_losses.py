@@ -64,7 +64,7 @@ def test_precisions_differ() -> None:
     ("precision", "by", "zero", "tolerance"),
     [
         ("fp32", "autocast", 0, 1e-5),
-        ("bf16", "autocast", 0, 1e-5),
+        ("bf16", "autocast", 0, 1e-3),
         ("fp16", "autocast", 0, 1e-5),
         ("bf16", "autocast", 1, 0.02),  # ZeRO reduces the gradients in bf16
         ("bf16", "engine", 1, 0.02),  # every op runs in bf16
