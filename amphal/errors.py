@@ -7,6 +7,7 @@
      │   ├─ UnknownDeviceError                        no backend is registered for this device type
      │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision
      │   ├─ OpPolicyError                             an op or a casting policy that does not exist
+     │   │   └─ BannedOpError     (RuntimeError)  an op that is unsafe under autocast was called
      │   ├─ ScalerArgumentError       (AssertionError) a value that a scaler cannot use
      │   └─ StateDictError                            a state that cannot be loaded
      │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
@@ -40,6 +41,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BackendError",
+    "BannedOpError",
     "DeviceNotAvailableError",
     "DuplicateBackendError",
     "MissingCallError",
@@ -86,6 +88,10 @@ class OpPolicyError(ArgumentError):
 
 class ScalerArgumentError(ArgumentError, AssertionError):
     """A value that a gradient scaler cannot work with. torch's own raises AssertionError there."""
+
+
+class BannedOpError(OpPolicyError, RuntimeError):
+    """An op that is unsafe under autocast was called. torch raises RuntimeError there."""
 
 
 class StateDictError(ArgumentError):

@@ -198,9 +198,13 @@ def test_regions_inside_an_engine_step_aside(block: str) -> None:
     """In an engine's forward and backward no region switches autocast on, and one note says so."""
     seen: list[bool] = []
     engine = deepspeed.guard(StandIn(block, seen))
-    with pytest.warns(amphal.OwnerWarning, match=rf"DeepSpeed engine \({block}\) owns") as notes:
+
+    def train() -> None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
+
+    with pytest.warns(amphal.OwnerWarning, match=rf"DeepSpeed engine \({block}\) owns") as notes:
+        train()
     assert len(notes) == 1
     assert notes[0].filename == __file__
     assert seen == [False] * 8

@@ -1,7 +1,8 @@
 """Accelerate: an ``Accelerator`` that runs a plan, with amphal's scaler in it.
 
-Accelerate takes its scaler from ``torch.amp``, and on a CPU it takes fp16 for full precision with
-no word of it. :func:`adopt` puts the plan's scaler in and autocast on, before anything is prepared.
+Accelerate takes its scaler from ``torch.amp``, and on a CPU it takes fp16 for full precision
+without a word. :func:`adopt` puts the plan's scaler in and autocast on, before anything is
+prepared.
 """
 
 from __future__ import annotations

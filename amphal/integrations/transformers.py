@@ -1,7 +1,7 @@
 """transformers: the fields of ``TrainingArguments`` that a plan decides.
 
-The Trainer runs on Accelerate. :func:`adopt` puts amphal's scaler into it, and makes fp16 on a CPU
-what it says.
+The Trainer runs on Accelerate. :func:`adopt` puts amphal's scaler into it, and fp16 on a CPU at
+all.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Ranks:
         failed = {rank: text for rank, (good, text) in answers.items() if not good}
         if failed:
             self.stop()  # the others may have been left in the middle of a collective
-            rank, text = min(failed.items())
-            raise AssertionError(f"ranks {sorted(failed)} raised; rank {rank}:\n{text}")
+            told = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
+            raise AssertionError(f"ranks {sorted(failed)} failed\n{told}")
         return [answers[rank][1] for rank in range(self.size)]
 
     def _collect(self, answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
@@ -67,6 +67,7 @@ class Ranks:
             try:
                 answers[rank] = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
+                self._processes[rank].join(10)
                 answers[rank] = (False, f"died, exit code {self._processes[rank].exitcode}")
 
     def _start(self) -> None:

@@ -90,6 +90,19 @@ def spread(kind: str, plan: amphal.Plan) -> nn.Module:
     return net
 
 
+def made(
+    kind: str, *, group: bool = False, optimizer: str = "sgd"
+) -> tuple[nn.Module, torch.optim.Optimizer, amphal.GradScaler, amphal.Plan]:
+    """The spread model, its optimizer, a scaler and the plan: real fp16, on a CPU."""
+    with warnings.catch_warnings():  # fp16 is slow on a CPU, and these models are tiny
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        plan = amphal.detect(precision="fp16")
+    net = spread(kind, plan)
+    shared = dist.group.WORLD if group else None
+    scaler = amphal.GradScaler(plan, START, growth_interval=20, process_group=shared)
+    return net, make_optimizer(optimizer, net), scaler, plan
+
+
 def run(
     kind: str,
     size: int,
@@ -102,47 +115,56 @@ def run(
     optimizer: str = "sgd",
 ) -> Course:
     """Train ``steps`` steps in real fp16, with overflows in a loss or in one rank's gradient."""
-    rank = dist.get_rank() if size > 1 else 0
-    with warnings.catch_warnings():  # fp16 is slow on a CPU, and these models are tiny
-        warnings.simplefilter("ignore", amphal.PrecisionWarning)
-        plan = amphal.detect(precision="fp16")
-    net = spread(kind, plan)
-    opt = make_optimizer(optimizer, net)
-    scaler = amphal.GradScaler(
-        plan, START, growth_interval=20, process_group=dist.group.WORLD if group else None
-    )
-    course = Course()
+    course, (net, opt, scaler, plan) = Course(), made(kind, group=group, optimizer=optimizer)
     for step in range(steps):
-        x, y = batch(step)
-        if kind in ("ddp", "fsdp1", "fsdp2"):  # each rank has its part of the batch
-            x, y = x.chunk(size)[rank], y.chunk(size)[rank]
-        if kind == "sequence parallel":
-            x = x.chunk(size)[rank]
-        opt.zero_grad()
-        with amphal.autocast(plan):
-            loss = F.cross_entropy(net(x).float(), y)
-        hit = planted.get(step, -1)
-        here = hit == rank or (hit >= 0 and size == 1)
-        scaled = scaler.scale(loss)
-        (scaled * float("inf") if here and where == "loss" else scaled).backward()
-        if here and where == "gradient":
-            plant(net)
-        if clip is not None:
-            course.norms.append(float(scaler.clip_grad_norm_(opt, clip)))
-        scaler.step(opt)
-        if scaler.outcome(opt).skipped:
-            course.skips.append(step)
-        scaler.update()
-        course.scales.append(scaler.get_scale())
-        course.losses.append(mean(loss.detach(), size))
+        one_step(kind, size, step, planted, course, net, opt, scaler, plan, where=where, clip=clip)
     course.weights = weights(net)
     course.state = scaler.state_dict()
     return course
 
 
+def one_step(
+    kind: str,
+    size: int,
+    step: int,
+    planted: dict[int, int],
+    course: Course,
+    net: nn.Module,
+    opt: torch.optim.Optimizer,
+    scaler: amphal.GradScaler,
+    plan: amphal.Plan,
+    *,
+    where: str,
+    clip: float | None = None,
+) -> None:
+    rank = dist.get_rank() if size > 1 else 0
+    x, y = batch(step)
+    if kind in ("ddp", "fsdp1", "fsdp2"):  # each rank has its part of the batch
+        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+    if kind == "sequence parallel":
+        x = x.chunk(size)[rank]
+    opt.zero_grad()
+    with amphal.autocast(plan):
+        loss = F.cross_entropy(net(x).float(), y)
+    hit = planted.get(step, -1)
+    here = hit == rank or (hit >= 0 and size == 1)
+    scaled = scaler.scale(loss)
+    (scaled * float("inf") if here and where == "loss" else scaled).backward()
+    if here and where == "gradient":
+        plant(net)
+    if clip is not None:
+        course.norms.append(float(scaler.clip_grad_norm_(opt, clip)))
+    scaler.step(opt)
+    if scaler.outcome(opt).skipped:
+        course.skips.append(step)
+    scaler.update()
+    course.scales.append(scaler.get_scale())
+    course.losses.append(mean(loss.detach(), size))
+
+
 def make_optimizer(name: str, net: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(net.parameters(), lr=0.1)
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=name == "fused")
 
 

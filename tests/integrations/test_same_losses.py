@@ -61,25 +61,22 @@ def test_precisions_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "by", "zero"),
+    ("precision", "by", "zero", "tolerance"),
     [
-        ("fp32", "autocast", 0),
-        ("bf16", "autocast", 0),
-        ("fp16", "autocast", 0),
-        ("bf16", "autocast", 1),
-        ("bf16", "engine", 1),
+        ("fp32", "autocast", 0, 1e-5),
+        ("bf16", "autocast", 0, 1e-3),
+        ("fp16", "autocast", 0, 1e-5),
+        ("bf16", "autocast", 1, 0.02),  # ZeRO reduces the gradients in bf16
+        ("bf16", "engine", 1, 0.02),  # every op runs in bf16
     ],
 )
 @pytest.mark.parametrize("model", ["GPT-2", "ViT"])
 def test_deepspeed_losses_are_those_of_torch(
-    one_rank: Ranks, model: str, precision: str, by: str, zero: int
+    one_rank: Ranks, model: str, precision: str, by: str, zero: int, tolerance: float
 ) -> None:
-    """A real DeepSpeed engine with the plan's blocks has the losses of torch.amp.
-
-    Its ZeRO optimizers sum in another order, and ``by="engine"`` casts whole modules.
-    """
+    """A real DeepSpeed engine with the plan's blocks has the losses of torch.amp."""
     (losses,) = one_rank(deepspeed_losses, model, precision, by, zero, timeout=240)
-    assert losses == pytest.approx(raw(model, precision), abs=0.02)
+    assert losses == pytest.approx(raw(model, precision), abs=tolerance)
     assert losses[-1] < losses[0]
 
 

@@ -175,6 +175,7 @@ def with_deepspeed(name: str, plan: amphal.Plan, by: Any = "autocast", zero: int
     settings = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": zero},
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
