@@ -85,7 +85,8 @@ class Effective:
                     self.actions[op, key] = _kernels.action(op, wanted, policy.device)
                     changed[op, key] = wanted
         self.kernels = _registration.KernelSet(
-            {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions}
+            {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions},
+            added=[(op, key) for op, key in self.actions if op not in builtins[key].builtin],
         )
         self.marks = _marks(frozenset(changed.items()))
         self.within: dict[Policy, Effective] = {}

@@ -7,7 +7,7 @@ import functools
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,10 +56,16 @@ class KernelSet(Kernels):
 
     Two sets may have the same op: kernels of one op and key lie on each other, and any of them can
     be taken away. The uppermost is called, so all sets must give one and the same function.
+    ``added`` are the pairs of op and key that have no other kernel.
     """
 
-    def __init__(self, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        kernels: Mapping[tuple[str, str], Callable[..., Any]],
+        added: Iterable[tuple[str, str]] = (),
+    ) -> None:
         super().__init__(kernels)
+        self.added = frozenset(added)
         self._count = 0
 
     def hold(self) -> None:
@@ -100,8 +106,8 @@ class KernelSet(Kernels):
 
 
 def temporary_names(key: str) -> frozenset[str]:
-    """The ops that have a kernel from some set on this key now."""
-    return frozenset(op for kernels in list(_there) for op, k in kernels.pairs if k == key)
+    """The ops that have a kernel on this key only because of a set that is there now."""
+    return frozenset(op for kernels in list(_there) for op, k in kernels.added if k == key)
 
 
 _NOTHING = contextlib.nullcontext()

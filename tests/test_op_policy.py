@@ -220,6 +220,13 @@ def test_nothing_is_left_behind() -> None:
     assert _policy.active() is None
 
 
+def test_lists_are_the_device_s_own_also_within_a_region() -> None:
+    """What a region changes for a while does not show in the lists of the device."""
+    before = op_lists("cpu")
+    with region({"softmax": "fp32", "mse_loss": "as_is"}):
+        assert op_lists("cpu") == before
+
+
 def test_nothing_is_left_behind_by_an_error() -> None:
     """An exception in the region, and one while validating it, leave nothing either."""
     before = registered()

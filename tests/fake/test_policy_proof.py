@@ -10,6 +10,7 @@ import torch
 
 import amphal
 from amphal import _opnames, _ops
+from amphal._backend import torch_version
 from amphal.backends import _lists
 from amphal.errors import OpPolicyError
 from amphal.testing import observe_policy
@@ -23,8 +24,8 @@ TABLES = {
     "mtia": _lists.mtia,
     "cpu": _lists.cpu,
 }
-if not torch._C._dispatch_get_registrations_for_dispatch_key("AutocastMTIA"):
-    del TABLES["mtia"]  # it has no autocast before torch 2.7
+if torch_version() < (2, 7):
+    del TABLES["mtia"]  # it has no autocast there
 
 # What cannot be observed on fake tensors, and why.
 EXCEPTIONS = {
