@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from . import _compat, _opnames
-from .errors import OpPolicyError
 
 __all__ = ["PASS_BY", "Action", "action"]
 
