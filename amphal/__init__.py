@@ -6,13 +6,16 @@ device; what a device can do is declared by its backend, in one file.
 
 from __future__ import annotations
 
-from ._autocast import autocast, custom_bwd, custom_fwd
+from ._autocast import autocast
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
 from ._hardware import KnownHardware, known_hardware
 from ._install import AutocastOp, register_autocast_op
+from ._monitor import GradHealth, GradMonitor
 from ._oplists import OpLists
 from ._ops import op_lists
+from ._outcome import StepOutcome
 from ._precision import set_precision
 from ._registry import (
     Registration,
@@ -28,12 +31,19 @@ from .errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendError,
+    BannedOpError,
     DeviceNotAvailableError,
     DuplicateBackendError,
+    MissingCallError,
+    MissingExtraError,
+    MissingStateKeyError,
+    NonFiniteGradientError,
     OpPolicyError,
+    OwnerWarning,
     PrecisionWarning,
     RegionStateError,
     ScaleCollapseError,
+    ScalerArgumentError,
     ScalerStateError,
     StateDictError,
     TorchTooOldError,
@@ -52,22 +62,32 @@ __all__ = [
     "Availability",
     "Backend",
     "BackendError",
+    "BannedOpError",
     "DeviceNotAvailableError",
     "DtypeSupport",
     "DuplicateBackendError",
+    "GradHealth",
+    "GradMonitor",
     "GradScaler",
     "Hardware",
     "KnownHardware",
+    "MissingCallError",
+    "MissingExtraError",
+    "MissingStateKeyError",
+    "NonFiniteGradientError",
     "OpLists",
     "OpPolicyError",
+    "OwnerWarning",
     "Plan",
     "PrecisionWarning",
     "RegionStateError",
     "Registration",
     "ScaleCollapseError",
+    "ScalerArgumentError",
     "ScalerStateError",
     "ScalerSupport",
     "StateDictError",
+    "StepOutcome",
     "TorchTooOldError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",

@@ -131,24 +131,28 @@ class Hardware:
                 raise ArgumentError(f"Hardware: index must be 0 or more, got {self.index}")
         if self.memory is not None:
             _check("Hardware", "memory", self.memory, int, "a number of bytes or None")
+            if self.memory < 0:
+                raise ArgumentError(f"Hardware: memory must be 0 or more bytes, got {self.memory}")
         for name in ("capability", "os_version", "torch"):
             value = getattr(self, name)
             if value is None and name == "capability":
                 continue
             try:
+                if isinstance(value, str):
+                    raise TypeError
                 value = tuple(int(v) for v in value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ArgumentTypeError(
                     f"Hardware: {name} must be a tuple of ints, got {value!r}"
                 ) from None
             if name != "os_version" and len(value) != 2:
                 raise ArgumentError(f"Hardware: {name} must be two ints, got {value!r}")
             object.__setattr__(self, name, value)
-        if isinstance(self.flags, str):
-            raise ArgumentTypeError(
-                f"Hardware: flags must be a set of strings, got the string {self.flags!r}"
-            )
-        object.__setattr__(self, "flags", frozenset(self.flags))
+        flags = self.flags
+        whole = isinstance(flags, (set, frozenset, list, tuple))
+        if not whole or not all(isinstance(flag, str) for flag in flags):
+            raise ArgumentTypeError(f"Hardware: flags must be a set of strings, got {flags!r}")
+        object.__setattr__(self, "flags", frozenset(flags))
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON-able values."""

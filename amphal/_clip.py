@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from . import _grads, _scaler_rules
+from . import _grad_names, _grads, _scaler_rules
 from .errors import (
     ArgumentTypeError,
     NonFiniteGradientError,
@@ -25,24 +25,18 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._scaler import GradScaler
+    from ._stepper import Stepper
 
-__all__ = ["clip", "listed", "recheck", "total_norm"]
-
-
-def listed(names: list[str], most: int = 8) -> str:
-    """Some of the names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+__all__ = ["clip", "recheck", "total_norm"]
 
 
 def clip(
-    scaler: GradScaler, what: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    scaler: Stepper, what: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
     """See :meth:`GradScaler.clip_grad_norm_`."""
     max_norm, norm_type = _arguments(max_norm, norm_type, error_if_nonfinite)
     if hasattr(what, "param_groups"):
-        params = _params_of(_scaler_rules.optimizer(what))
+        params = _grads.params_of(_scaler_rules.optimizer(what))
     else:
         what, params = None, _parameters(what)
     with torch.no_grad():
@@ -55,11 +49,9 @@ def clip(
 
 
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
-    if isinstance(max_norm, Tensor) or isinstance(max_norm, bool):
+    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not isinstance(max_norm, numbers.Real):
-        raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not max_norm >= 0:
+    if not float(max_norm) >= 0:
         raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
         order = float(norm_type)
@@ -76,10 +68,6 @@ def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[
     return float(max_norm), order
 
 
-def _params_of(optimizer: Any) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _parameters(what: Any) -> list[Tensor]:
     if isinstance(what, Tensor):
         return [what]
@@ -94,17 +82,25 @@ def _parameters(what: Any) -> list[Tensor]:
 
 
 def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as they are, as torch computes it; a DTensor's in full."""
+    """The norm of all gradients as they are; a DTensor's in full."""
     grads = []
     for param in params:
         grad = param.grad
         if grad is not None and grad.is_sparse:
             grad = param.grad = grad.coalesce()  # duplicate indices must be summed first
             grad = grad._values()
-        if grad is not None:
+        if grad is not None and grad.numel():  # an empty tensor has no infinity norm
             grads.append(grad)
+    squares: list[Tensor] = []
+    if norm_type == 2.0:
+        squares, grads = _grads.squares_of_large(grads)
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if squares:
+        norms = [square.sqrt() for square in squares]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
+    else:
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
@@ -121,14 +117,15 @@ def _multiply(groups: _grads.Groups, factor: Tensor) -> None:
 
 
 def _refuse_nonfinite(
-    scaler: GradScaler, total: Tensor, norm_type: float, params: list[Tensor]
+    scaler: Stepper, total: Tensor, norm_type: float, params: list[Tensor]
 ) -> None:
     if bool(torch.isfinite(total)):
         return
-    names = _grads.names_of_nonfinite([_Shell(params)], scaler._names())
+    names = _grad_names.names_of_nonfinite([_Shell(params)], scaler._names())
     raise NonFiniteGradientError(
         f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
-        f"error_if_nonfinite=True was given. Not finite: {listed(names) or 'the norm alone'}. "
+        f"error_if_nonfinite=True was given. Not finite: "
+        f"{_grad_names.listed(names) or 'the norm alone'}. "
         "With error_if_nonfinite=False the scaler skips the step and backs off"
     )
 
@@ -141,7 +138,7 @@ class _Shell:
 
 
 def _clip_unscaled(
-    scaler: GradScaler,
+    scaler: Stepper,
     params: list[Tensor],
     max_norm: float,
     norm_type: float,
@@ -155,22 +152,21 @@ def _clip_unscaled(
 
 
 def _clip_optimizer(
-    scaler: GradScaler,
+    scaler: Stepper,
     optimizer: Any,
     scale: Tensor,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    from ._scaler import _is_fused, _out_of_order
+    from ._stepper import is_fused, out_of_order
 
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED or "divisor" in state:
-        raise _out_of_order("clip_grad_norm_", state)
-    params = _params_of(optimizer)
-    groups = scaler._gather(optimizer)
-    # Powers other than 2 may overflow on the scaled gradients where they would not on the unscaled.
-    folds = norm_type in (2.0, math.inf) and _grads.is_plain(groups) and bool(groups)
+        raise out_of_order("clip_grad_norm_", state)
+    params = _grads.params_of(optimizer)
+    groups = scaler._gather(optimizer, coalesce=True)
+    folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state["stage"] is OptState.READY and not folds:
         scaler.unscale_(optimizer)
     if state["stage"] is OptState.UNSCALED:
@@ -183,21 +179,37 @@ def _clip_optimizer(
         _refuse_nonfinite(scaler, total, norm_type, params)
     coefficient = _coefficient(total, max_norm)
     flag = _grads.nonfinite_flag(total)
+    if _grads.host_value(flag):
+        # The host sees this flag without waiting, so the exact check need not be put off.
+        scaler.unscale_(optimizer)
+        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
     state["found_inf_per_device"] = {flag.device: flag}
     state["stage"] = OptState.UNSCALED
-    if _is_fused(optimizer):
+    if is_fused(optimizer):
         divisor = scale.to(scaled.device) / coefficient
         state["divisor"] = divisor.to(torch.float32)
         return total
     # After an overflow the gradients stay as they are, for the exact check before the step.
     factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
-    _multiply(_grads.gather(params), factor)
+    _multiply(groups, factor)
     state["recheck"] = (max_norm, norm_type)
     return total
 
 
+def _can_fold(scaler: Stepper, max_norm: float, norm_type: float) -> bool:
+    """Whether the norm of the scaled gradients tells what the norm of the unscaled would."""
+    if norm_type not in (2.0, math.inf):
+        return False  # other powers may overflow on the scaled gradients alone
+    # Squares of gradients far below 2**-64 vanish, so the scale must not have fallen too low
+    # for gradients as large as the limit.
+    least = 2.0**-50 / min(max(max_norm, 2.0**-20), 1.0)
+    if scaler._lower_bound() < least and len(scaler._history):
+        scaler._read_history()
+    return scaler._lower_bound() >= least
+
+
 def _clip_params(
-    scaler: GradScaler,
+    scaler: Stepper,
     params: list[Tensor],
     scale: Tensor,
     max_norm: float,
@@ -216,13 +228,13 @@ def _clip_params(
     return total
 
 
-def _are_scaled(scaler: GradScaler, params: list[Tensor]) -> bool:
+def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
     ids = {id(param) for param in params}
     unscaled: set[int] = set()
     for state in scaler._per_optimizer_states.values():
         if state["stage"] is OptState.READY or "optimizer" not in state:
             continue
-        own = ids & {id(param) for param in _params_of(state["optimizer"])}
+        own = ids & {id(param) for param in _grads.params_of(state["optimizer"])}
         if own and (state["stage"] is OptState.STEPPED or "divisor" in state):
             raise ScalerStateError(
                 "clip_grad_norm_() was called for parameters whose optimizer was "
@@ -238,7 +250,7 @@ def _are_scaled(scaler: GradScaler, params: list[Tensor]) -> bool:
     return not unscaled
 
 
-def recheck(scaler: GradScaler, states: list[dict[str, Any]]) -> Tensor | None:
+def recheck(scaler: Stepper, states: list[dict[str, Any]]) -> Tensor | None:
     """After a norm that was not finite: unscale and clip exactly. The flag of all these optimizers.
 
     A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
@@ -249,7 +261,7 @@ def recheck(scaler: GradScaler, states: list[dict[str, Any]]) -> Tensor | None:
         own = state.get("own", state["found_inf_per_device"])
         if "recheck" in state and any(flag.item() for flag in own.values()):
             own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
-            again.append((_params_of(state["optimizer"]), *state["recheck"]))
+            again.append((_grads.params_of(state["optimizer"]), *state["recheck"]))
         flags += own.values()
     flag = _grads.any_flag(flags, scaler._scale.device)
     if flag is not None and not flag.item():

@@ -30,11 +30,11 @@ def step(
     kwargs: dict[str, Any],
 ) -> Any:
     """One decision for all evaluations: step, or skip and put everything back."""
-    from ._scaler import _out_of_order
+    from ._stepper import out_of_order
 
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED:
-        raise _out_of_order("step", state)
+        raise out_of_order("step", state)
     evaluate = _Evaluation(scaler, optimizer, closure)
     if state["stage"] is OptState.UNSCALED or evaluate.backward_was_called():
         # A two-pass optimizer starts from gradients that were computed before the step.

@@ -47,6 +47,17 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
 
 
+def constant_in_graphs(func: _F) -> _F:
+    """Let Dynamo call ``func`` while it traces and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
+    so, which costs a second at import.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+@constant_in_graphs
 def autocast_available(device_type: str) -> bool:
     """Whether torch has an autocast state for this device type.
 
@@ -72,14 +83,13 @@ def foreach_devices() -> frozenset[str]:
     return frozenset(_get_foreach_kernels_supported_devices())
 
 
-def constant_in_graphs(func: _F) -> _F:
-    """Let Dynamo call ``func`` while it traces and take the result as a constant.
-
-    ``torch.compiler.assume_constant_result`` sets this same attribute, but imports Dynamo to do
-    so, which costs a second at import.
-    """
-    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return func
+def lower_nesting(level: int) -> None:
+    """Bring this thread's autocast nesting count down to ``level``; at 0 the cache ends."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > level:
+        pass
+    if level == 0:
+        torch.clear_autocast_cache()
 
 
 def plain_autocast(
@@ -126,6 +136,31 @@ def has_fallthrough(dispatch_key: str) -> bool:
     # An op that casts nowhere, so what the table shows for it is what stands for all.
     table = _private("_dispatch_dump_table")("aten::detach").splitlines()
     return any("fallthrough" in line for line in table if line.startswith(f"{dispatch_key}:"))
+
+
+# A device in pure Python, for tests: torch calls it experimental, and has it from 2.10 on.
+META_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def why_no_python_device() -> str:
+    """Why this torch cannot have a device in pure Python; empty if it can."""
+    from torch.utils import backend_registration
+
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return ""
+    return f"it needs torch 2.10 or newer, and this is {torch.__version__}"
+
+
+def setup_python_device(name: str, module: Any) -> None:
+    """Give torch's slot for third-party devices this name, with hooks and a device guard."""
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(name, module)
+
+
+def empty_device_tensor(dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of the third-party device, with a storage of its own."""
+    return torch._C._acc.create_empty_tensor((0,), dtype)
 
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:

@@ -16,12 +16,15 @@ def _reader() -> Callable[[str], str]:
     # two names at each call. The mapping behind it answers in a tenth of that. It is private to
     # CPython (checked on 3.10 to 3.13), so its absence is no error here.
     try:
+        environ = os.environ
         data, encode, decode = os.environ._data, os.environ.encodekey, os.environ.decodevalue  # type: ignore[attr-defined]
         keys = {name: encode(name) for name in (DEVICE, PRECISION)}
     except AttributeError:  # pragma: no cover - another Python implementation
         return lambda name: os.environ.get(name, "").strip()
 
     def read(name: str) -> str:
+        if os.environ is not environ:  # a test put another object in its place
+            return os.environ.get(name, "").strip()
         raw = data.get(keys[name])
         return decode(raw).strip() if raw else ""
 

@@ -7,7 +7,8 @@ finite. float64 is never used, except on gradients that are float64 themselves.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,17 +19,21 @@ from . import _compat
 __all__ = [
     "Groups",
     "any_flag",
-    "empty",
+    "check",
     "float32",
     "gather",
+    "host_value",
     "is_plain",
-    "names_of_nonfinite",
     "nonfinite_flag",
-    "parameter_name",
+    "params_of",
     "probe",
+    "squares_of_large",
     "unscale_",
     "update_scale_",
 ]
+
+_LARGE = 1 << 15
+"""From how many elements on a dot product is cheaper than the kernel, its overhead included."""
 
 Groups = dict[tuple[torch.device, torch.dtype, type], list[Tensor]]
 
@@ -38,16 +43,30 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def empty(optimizer: Any) -> bool:
-    """Whether no parameter of the optimizer has a gradient."""
-    return all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+def host_value(scalar: Tensor) -> float | None:
+    """The value of a float32 scalar that lies in the host's own memory; None for any other.
+
+    There, knowing it takes no transfer and no waiting, so no op is needed either.
+    """
+    if type(scalar) is Tensor and scalar.is_cpu:
+        return ctypes.c_float.from_address(scalar.data_ptr()).value
+    return None
 
 
-def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
+def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
     """The gradients by device, dtype and tensor class: strided real tensors that share memory.
 
     A sparse gradient gives its values, coalesced first if ``coalesce``; a complex one its parts.
     """
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if not grads:
+        return {}
+    device, dtype = grads[0].device, grads[0].dtype
+    if not dtype.is_complex and all(
+        type(g) is Tensor and g.dtype is dtype and g.layout is torch.strided and g.device == device
+        for g in grads
+    ):
+        return {(device, dtype, Tensor): grads}  # the common case, and several times cheaper
     groups: Groups = {}
     for param in params:
         grad = param.grad
@@ -57,15 +76,16 @@ def gather(params: Iterable[Tensor], *, coalesce: bool = False) -> Groups:
             if coalesce and grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             grad = grad._values() if grad.is_sparse else grad.values()
-        key = (grad.device, grad.dtype, type(grad))
-        if key in groups:
-            groups[key].append(grad)
-        else:
-            groups[key] = [grad]
+        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
     for key in [key for key in groups if key[1].is_complex]:
         real = [torch.view_as_real(grad) for grad in groups.pop(key)]
         groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
     return groups
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def is_plain(groups: Groups) -> bool:
@@ -115,7 +135,8 @@ class _On:
 
 def probe(groups: Groups, scale: Tensor) -> dict[torch.device, Tensor]:
     """A flag per device: would any plain gradient divided by ``scale`` not be finite? One read."""
-    on, flags = _On(scale), {}
+    on = _On(scale)
+    flags: dict[torch.device, Tensor] = {}
     for (device, dtype, _), grads in groups.items():
         extremes = _extremes(grads)
         if extremes is None:
@@ -124,6 +145,52 @@ def probe(groups: Groups, scale: Tensor) -> dict[torch.device, Tensor]:
             flag = nonfinite_flag((extremes / on(device)).to(dtype))
         flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
     return flags
+
+
+def check(groups: Groups) -> dict[torch.device, Tensor]:
+    """A flag per device: is any gradient not finite? Leaves them as they are."""
+    flags: dict[torch.device, Tensor] = {}
+    for (device, _, kind), grads in groups.items():
+        if device not in flags:
+            flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        if kind is Tensor:
+            grads = _not_surely_finite(grads)
+        if grads:
+            one = torch.ones((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], one)
+    return flags
+
+
+def _not_surely_finite(grads: list[Tensor]) -> list[Tensor]:
+    """The float32 gradients that need the kernel.
+
+    It writes what it reads, also when it multiplies by 1. A sum of squares reads only, and if that
+    is finite so is each element.
+    """
+    squares, rest = squares_of_large(grads)
+    total = host_value(torch.stack(squares).sum()) if squares else None
+    return rest if total is not None and math.isfinite(total) else grads
+
+
+def squares_of_large(grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sums of squares of large float32 gradients in the host's memory, and the other gradients.
+
+    A dot product is three times as fast there as torch's norm or its check.
+    """
+    squares, rest = [], []
+    for grad in grads:
+        if (
+            grad.is_cpu
+            and grad.numel() >= _LARGE
+            and type(grad) is Tensor
+            and grad.dtype is torch.float32
+            and grad.is_contiguous()
+        ):
+            flat = grad.view(-1)
+            squares.append(torch.dot(flat, flat))
+        else:
+            rest.append(grad)
+    return squares, rest
 
 
 def unscale_(
@@ -184,45 +251,3 @@ def update_scale_(
     grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(bad, _times(scale, backoff), torch.where(grow, grown, scale)))
     tracker.copy_(successful * ~(bad | grow))
-
-
-def parameter_name(names: Mapping[int, str], param: Tensor, group: int, index: int) -> str:
-    """The qualified name if the model is known, else where the optimizer holds it."""
-    return names.get(id(param)) or f"group {group}, param {index}, shape {tuple(param.shape)}"
-
-
-def _named(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            yield parameter_name(names, param, number, index), param
-
-
-def names_of_nonfinite(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[str]:
-    """The parameters whose gradients hold inf or NaN now. Reads the device: for errors only."""
-    found = []
-    for optimizer in optimizers:
-        for name, param in _named(optimizer, names):
-            flags = unscaled_flags(param)
-            if any(flags):
-                found.append(name)
-    return found
-
-
-def unscaled_flags(param: Tensor) -> list[bool]:
-    """For one parameter: whether its gradient (or its local shard) is not finite; empty if none."""
-    if param.grad is None:
-        return []
-    grad = param.grad
-    local = grad.to_local() if hasattr(grad, "to_local") else grad  # a DTensor's shard
-    if local.layout is not torch.strided:
-        local = local._values() if local.is_sparse else local.values()
-    return [not bool(torch.isfinite(local).all())]
-
-
-def names_of_half(optimizer: Any, names: Mapping[int, str]) -> list[str]:
-    """The parameters whose gradients are float16."""
-    return [
-        name
-        for name, param in _named(optimizer, names)
-        if param.grad is not None and param.grad.dtype is torch.float16
-    ]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from . import _compat, _opnames
-from .errors import OpPolicyError
 
 __all__ = ["PASS_BY", "Action", "action"]
 
@@ -174,7 +173,7 @@ def _append_dtype(op: str, device: str) -> Action:
 
 def _banned(op: str, device: str) -> Action:
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise OpPolicyError(
+        raise BannedOpError(
             f"{op} is banned by this region's casting policy: it is unsafe to autocast. Call it "
             f"on float32 inputs in a region with enabled=False, or give it another policy"
         )

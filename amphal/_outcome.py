@@ -9,11 +9,11 @@ from torch import Tensor
 
 __all__ = ["AT_FLOOR", "UNREAD_LIMIT", "History", "StepOutcome"]
 
-UNREAD_LIMIT = 128
+UNREAD_LIMIT = 64
 """How many iterations may pass before the host reads what came of them."""
 
 AT_FLOOR = 2.0
-"""An iteration's record: 0.0 is stepped, 1.0 overflowed, 2.0 overflowed with the scale at its floor."""
+"""A record of an iteration: 0.0 stepped, 1.0 overflowed, 2.0 overflowed at the scale's floor."""
 
 
 class StepOutcome:

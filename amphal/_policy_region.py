@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _autocast, _compat, _detect, _export, _policy
 from ._autocast import Region
+from ._decorate import decorate
 from ._detect import Plan
 from ._oplists import OpLists
 from .errors import ArgumentTypeError
@@ -99,7 +100,7 @@ class PolicyRegion(Region, TorchFunctionMode):
         """Decorate ``func``: a function, a coroutine function or a generator function."""
         if not callable(func):
             return super().__call__(func)
-        return _autocast.decorate(func, self._here)
+        return decorate(func, self._here)
 
     def _here(self) -> Any:
         if not torch.compiler.is_compiling():

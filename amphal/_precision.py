@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _autocast
+from ._custom_function import cast
 from .errors import ArgumentError, ArgumentTypeError, did_you_mean
 
 __all__ = ["set_precision"]
@@ -146,12 +146,12 @@ class _Pin:
         low = torch.get_autocast_dtype(device)
         dtype = torch.float32 if self.precision == "fp32" else low
         args, kwargs = (
-            _autocast.cast(args, (device,), dtype),
-            _autocast.cast(kwargs, (device,), dtype),
+            cast(args, (device,), dtype),
+            cast(kwargs, (device,), dtype),
         )
         with torch.autocast(device, dtype=low, enabled=False):
             output = self._run(device, dtype, args, kwargs)
-        return _autocast.cast(output, (device,), low)
+        return cast(output, (device,), low)
 
     def _run(self, device: str, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         others = {

@@ -29,8 +29,10 @@ __all__ = [
     "Registration",
     "availability",
     "get_backend",
+    "known_names",
     "on_change",
     "overridden",
+    "reason_of",
     "register_backend",
     "registered_backends",
     "unregister_backend",
@@ -54,6 +56,7 @@ class Registration:
 
 _lock = threading.RLock()
 _rows: dict[str, Registration] | None = None
+_scanning = False
 _listeners: list[Callable[[], None]] = []
 
 
@@ -84,7 +87,17 @@ def _load(entry: metadata.EntryPoint) -> Backend:
 
 def _source(entry: metadata.EntryPoint) -> str:
     dist = entry.dist
-    return f"{dist.name} {dist.version}" if dist is not None else entry.value
+    # A folder without METADATA is a distribution without a name.
+    return f"{dist.name} {dist.version}" if dist is not None and dist.name else entry.value
+
+
+def reason_of(exc: BaseException) -> str:
+    """The exception's type and text, whatever a vendor's class does when asked for its text."""
+    try:
+        text = str(exc)
+    except Exception:
+        text = "(its message cannot be printed)"
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 
 
 def _scan() -> dict[str, Registration]:
@@ -96,34 +109,63 @@ def _scan() -> dict[str, Registration]:
         source = _source(entry)
         if entry.name in rows:
             first = rows[entry.name].source
-            rows[f"{entry.name} [{source}]"] = Registration(
-                f"{entry.name} [{source}]",
-                source,
-                None,
+            reason = (
                 f"{entry.name!r} is already taken by {first}; refused {entry.value} of {source}: "
-                "uninstall one of them",
+                "uninstall one of them"
             )
+            key = f"{entry.name} [{source}]"
+            rows[key] = Registration(key, source, None, reason)
             continue
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
-        except Exception as exc:  # a broken plug-in must not break the others
-            reason = f"{type(exc).__name__}: {exc}"
+        except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
+            reason = reason_of(exc)
+            if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
+                reason += (
+                    ". The folder you started from holds a checkout of amphal that hides the "
+                    "installed one: start elsewhere, or install the checkout (pip install -e .)"
+                )
             rows[entry.name] = Registration(entry.name, source, None, reason)
     return rows
 
 
 def _registry() -> dict[str, Registration]:
-    global _rows
+    global _rows, _scanning
     if _rows is None:
         with _lock:
+            if _scanning:  # the lock is this thread's: a backend's import came back here
+                raise BackendError(
+                    "a backend asked for the registry while it was being imported; "
+                    "move what its module runs at import time into its functions"
+                )
             if _rows is None:
-                _rows = _scan()
+                _scanning = True
+                try:
+                    _rows = _scan()
+                finally:
+                    _scanning = False
     return _rows
 
 
 def registered_backends() -> Mapping[str, Registration]:
-    """A read-only view of the registry: device type to :class:`Registration`, failures included."""
+    """The registry now, read-only: device type to :class:`Registration`, failures included."""
     return MappingProxyType(_registry())
+
+
+def known_names() -> list[str]:
+    """The device types that have a row, sorted."""
+    return sorted(name for name in _registry() if " " not in name)
+
+
+def _put(name: str, row: Registration | None) -> None:
+    """Set a row or remove it. A new dict each time: others may be iterating over the old one."""
+    global _rows
+    rows = dict(_registry())
+    if row is None:
+        rows.pop(name, None)
+    else:
+        rows[name] = row
+    _rows = rows
 
 
 def get_backend(device_type: str) -> Backend:
@@ -133,13 +175,17 @@ def get_backend(device_type: str) -> Backend:
         UnknownDeviceError: nothing is registered under this name.
         BackendError: something is, but it could not be loaded; the message says why.
     """
-    rows = _registry()
-    row = rows.get(device_type)
+    if not isinstance(device_type, str):
+        raise ArgumentTypeError(
+            f"device_type must be a string such as 'cuda', got {type(device_type).__name__} "
+            f"({device_type!r})"
+        )
+    row = _registry().get(device_type)
     if row is None:
-        known = [name for name in rows if " " not in name]
+        known = known_names()
         raise UnknownDeviceError(
             f"no backend is registered for device type {device_type!r}; "
-            f"registered: {', '.join(sorted(known)) or 'none (is amphal installed?)'}."
+            f"registered: {', '.join(known) or 'none (is amphal installed?)'}."
             f"{did_you_mean(device_type, known)} A plug-in adds one by the entry point group "
             f"{ENTRY_POINT_GROUP!r} or amphal.register_backend()"
         )
@@ -164,14 +210,14 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
             f"register_backend() takes an amphal.Backend, got {type(backend).__name__}"
         )
     with _lock:
-        rows = _registry()
-        old = rows.get(backend.device_type)
+        old = _registry().get(backend.device_type)
         if old is not None and not replace:
             raise DuplicateBackendError(
                 f"device type {backend.device_type!r} is already registered by {old.source}; "
                 f"refused {backend.probe.__module__}. Pass replace=True to take its place"
             )
-        rows[backend.device_type] = Registration(backend.device_type, "register_backend()", backend)
+        row = Registration(backend.device_type, "register_backend()", backend)
+        _put(backend.device_type, row)
     _changed()
 
 
@@ -182,31 +228,26 @@ def unregister_backend(device_type: str) -> Backend | None:
         UnknownDeviceError: nothing is registered under this name.
     """
     with _lock:
-        rows = _registry()
-        if device_type not in rows:
-            get_backend(device_type)
-        row = rows.pop(device_type)
+        found = _registry().get(device_type) if isinstance(device_type, str) else None
+        backend = get_backend(device_type) if found is None else found.backend
+        _put(device_type, None)
     _changed()
-    return row.backend
+    return backend
 
 
 @contextlib.contextmanager
 def overridden(backend: Backend) -> Iterator[None]:
     """Within the block ``backend`` serves its device type; then the row is as it was."""
     with _lock:
-        rows = _registry()
         name = backend.device_type
-        old = rows.get(name)
-        rows[name] = Registration(name, "simulated" if old is None else old.source, backend)
+        old = _registry().get(name)
+        _put(name, Registration(name, "simulated" if old is None else old.source, backend))
     _changed()
     try:
         yield
     finally:
         with _lock:
-            if old is None:
-                rows.pop(name, None)
-            else:
-                rows[name] = old
+            _put(name, old)
         _changed()
 
 
@@ -216,8 +257,11 @@ def availability(backend: Backend) -> Availability:
         answer = backend.available()
     except AmphalError as exc:
         return Availability(False, str(exc) or type(exc).__name__)
-    except Exception as exc:  # available() promised not to raise; a broken driver breaks promises
-        return Availability(False, f"available() of the backend raised {type(exc).__name__}: {exc}")
+    except (
+        Exception,
+        SystemExit,
+    ) as exc:  # available() promised not to raise; a broken driver breaks promises
+        return Availability(False, f"available() of the backend raised {reason_of(exc)}")
     if not isinstance(answer, Availability):
         return Availability(
             False,

@@ -1,17 +1,12 @@
-"""``amphal.GradScaler``: torch's gradient scaler, never corrupting, saying what happened, costing less.
+"""``amphal.GradScaler``: torch's gradient scaler that never corrupts, tells more and costs less.
 
-What it adds lies beside it: the rules for values in ``_scaler_rules``, the gradients in ``_grads``,
-clipping in ``_clip``, closures in ``_closure``, outcomes and counters in ``_outcome``, state in
-``_scaler_state``, vendor's scalers in ``_vendor_scaler``.
-
-The host keeps a lower bound of the scale that lies on the device. While it is 1 or more, unscaling
-cannot overflow and torch's kernels are exact as they are; below, the products are checked as well.
+Its parts: the scale itself (``_scale``), checking and stepping (``_stepper``), gradients
+(``_grads``), clipping (``_clip``), closures (``_closure``), outcomes and counters (``_outcome``),
+the rules for values (``_scaler_rules``) and state (``_scaler_state``).
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,26 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from . import _clip, _closure, _grads, _scaler_state
+from . import _clip, _closure, _scaler_state
 from . import _scaler_rules as rules
 from ._detect import DeviceLike, Plan
-from ._outcome import AT_FLOOR, UNREAD_LIMIT, History, StepOutcome
-from .errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    MissingCallError,
-    ScaleCollapseError,
-    ScalerStateError,
-)
+from ._outcome import StepOutcome
+from ._scale import State
+from ._stepper import Stepper
+from .errors import ArgumentError, ArgumentTypeError, MissingCallError
 
 __all__ = ["GradScaler"]
 
-State = dict[str, Any]
 
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(Stepper):
     """Scales the loss so that small fp16 gradients survive, and guards the optimizer's step.
 
     A drop-in for ``torch.amp.GradScaler``: an instance of it, with its order of arguments and its
@@ -130,149 +119,6 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, State] = defaultdict(_refresh_per_optimizer_state)
         self._start()
 
-    def _start(self) -> None:
-        """What an iteration boundary looks like; also after unpickling."""
-        self._history = History()
-        self._outcomes: weakref.WeakKeyDictionary[Any, StepOutcome] = weakref.WeakKeyDictionary()
-        self._kept_state: dict[str, Any] = {}
-        self._hysteresis_spent: Any = 0.0  # a float32 scalar on the scale's device once it counts
-        self._scale_calls = self._calls_at_update = 0
-        self._stepped = False
-        self._seen: tuple[Tensor | None, int] = (None, 0)
-        self._lower = 0.0
-
-    # ---- the scale -------------------------------------------------------------------------
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-            self._growth_tracker = torch.full(
-                (), self._init_growth_tracker, dtype=torch.int32, device=dev
-            )
-        self._note_scale(_grads.float32(self._init_scale))
-
-    def _note_scale(self, lower: float) -> None:
-        """The scale was just written by this scaler and is at least ``lower``."""
-        assert self._scale is not None
-        self._lower = lower if lower > 0.0 else 0.0  # also for NaN
-        self._seen = (self._scale, self._scale._version)
-
-    def _lower_bound(self) -> float:
-        """A lower bound of the scale without asking the device; 0 if others wrote to the scale."""
-        scale, version = self._seen
-        if scale is self._scale and scale is not None and scale._version == version:
-            return self._lower
-        return 0.0
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None or self._growth_tracker is None:
-            raise rules.missing_scale(funcname)
-        return self._scale, self._growth_tracker
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or every tensor in nested lists, tuples and iterables, by the scale.
-
-        A float16 or bfloat16 scalar becomes float32. When disabled, ``outputs`` comes back as is.
-
-        Raises:
-            ArgumentError: something that is neither a tensor nor an iterable of tensors.
-        """
-        if not self._enabled:
-            return outputs
-        self._scale_calls += 1
-        if isinstance(outputs, Tensor):
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            scale = self._scale
-            if scale.device != outputs.device:  # type: ignore[union-attr]
-                scale = scale.to(outputs.device, non_blocking=True)  # type: ignore[union-attr]
-            return outputs * scale
-        if isinstance(outputs, (list, tuple)):
-            scaled = [self.scale(value) for value in outputs]
-            return type(outputs)(*scaled) if hasattr(outputs, "_fields") else type(outputs)(scaled)
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, dict)):
-            return map(self.scale, outputs)
-        raise ArgumentError(
-            "outputs must be a tensor or an iterable of tensors, "
-            f"got {type(outputs).__name__} ({outputs!r})"
-        )
-
-    # ---- checking and unscaling ------------------------------------------------------------
-
-    def _state_of(self, optimizer: Any) -> State:
-        state = self._per_optimizer_states[id(optimizer)]
-        state["optimizer"] = optimizer  # also keeps its id from being used again
-        return state
-
-    def _names(self) -> dict[int, str]:
-        model = self._model() if self._model is not None else None
-        return {} if model is None else {id(p): name for name, p in model.named_parameters()}
-
-    def _gather(self, optimizer: Any, *, allow_fp16: bool = False) -> _grads.Groups:
-        groups = _grads.gather(p for group in optimizer.param_groups for p in group["params"])
-        if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
-            names = _grads.names_of_half(optimizer, self._names())
-            raise ArgumentError(
-                "the parameters are float16, so their gradients cannot be unscaled: "
-                f"{_clip.listed(names)}. Keep the parameters in float32 (no model.half()) and let "
-                "autocast cast them"
-            )
-        return groups
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """torch's inner hook: unscale every gradient, give a flag per device."""
-        groups = self._gather(optimizer, allow_fp16=allow_fp16)
-        return _grads.unscale_(
-            groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
-        )
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
-        """torch's hook for fused optimizers: the flags, with the gradients as they are."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        groups = self._gather(optimizer)
-        state = self._state_of(optimizer)
-        sure = self._lower_bound() >= 1.0
-        if _grads.is_plain(groups) and not (sure and self._native):
-            state["found_inf_per_device"] = _grads.probe(groups, scale)
-        elif sure:
-            one = torch.ones((), dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = _grads.unscale_(
-                groups, one, native=True, may_overflow=False
-            )
-        else:
-            self.unscale_(optimizer)
-        flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
-        return flags
-
-    def _found_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
-        flags: dict[torch.device, Tensor] = self._state_of(optimizer)["found_inf_per_device"]
-        return flags
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale in place, and check them. No host sync.
-
-        Optional: :meth:`step` does it. Needed only to look at the gradients or change them before;
-        to clip them, :meth:`clip_grad_norm_` is cheaper.
-
-        Raises:
-            MissingCallError: no loss was scaled yet.
-            ScalerStateError: unscaled, clipped or stepped already since the last :meth:`update`.
-            ArgumentError: the parameters are float16; the message names them.
-        """
-        rules.optimizer(optimizer)
-        if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
-        if state["stage"] is not OptState.READY:
-            raise _out_of_order("unscale_", state)
-        # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
-        inverse = scale.reciprocal()
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, inverse, False)
-        state["stage"] = OptState.UNSCALED
-
     def clip_grad_norm_(
         self,
         optimizer_or_params: Any,
@@ -307,8 +153,6 @@ class GradScaler(torch.amp.GradScaler):
             ArgumentError, ArgumentTypeError: a value that is not allowed.
         """
         return _clip.clip(self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite)
-
-    # ---- stepping --------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` with unscaled gradients, or skip it if any is inf or NaN.
@@ -355,157 +199,6 @@ class GradScaler(torch.amp.GradScaler):
             return [self.step(optimizer) for optimizer in together]
         return self._step_together(together, (), {})
 
-    def _step_together(
-        self,
-        optimizers: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        veto: Tensor | None = None,
-    ) -> list[Any]:
-        """One decision for all; ``veto`` is a flag that skips without counting as an overflow."""
-        self._check_scale_growth_tracker("step")
-        states = [self._state_of(optimizer) for optimizer in optimizers]
-        for state in states:
-            if state["stage"] is OptState.STEPPED:
-                raise _out_of_order("step", state)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            if state["stage"] is OptState.READY and not _takes_scaler(optimizer):
-                if _is_fused(optimizer):
-                    self._check_inf_per_device(optimizer)
-                else:
-                    self.unscale_(optimizer)
-        for state in states:
-            state["nothing"] = not state["found_inf_per_device"]
-        flag = self._agree(states)
-        skip = None
-        if flag is not None and not all(_is_fused(o) for o in optimizers):
-            flag, skip = self._ask(states, flag, veto)
-        gate = flag if veto is None or flag is None else torch.maximum(flag, veto)
-        return [
-            self._step_one(optimizer, state, gate, skip, args, kwargs)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
-
-    def _agree(self, states: list[State]) -> Tensor | None:
-        """One flag for all these optimizers, and for all ranks if there is a group."""
-        assert self._scale is not None
-        flags = [f for state in states for f in state["found_inf_per_device"].values()]
-        flag = _grads.any_flag(flags, self._scale.device)
-        alone = self._process_group is None
-        if not alone:
-            flag = self._all_reduce(torch.zeros_like(self._scale) if flag is None else flag)
-        if flag is not None and (len(states) > 1 or len(flags) > 1 or not alone):
-            _set_flag(states, flag)
-        return flag
-
-    def _ask(self, states: list[State], flag: Tensor, veto: Tensor | None) -> tuple[Tensor, bool]:
-        """Let the host know the decision: one sync. The flag, and whether to skip."""
-        if veto is None:
-            found = skip = bool(flag.item())
-        else:
-            found, skip = map(bool, torch.stack([flag, torch.maximum(flag, veto)]).tolist())
-        if found and self._process_group is None and any("recheck" in s for s in states):
-            exact = _clip.recheck(self, states)
-            if exact is not None:
-                flag, found = exact, bool(exact.item())
-                _set_flag(states, flag)
-                skip = found or (veto is not None and bool(veto.item()))
-        for state in states:
-            state["found"] = found
-        return flag, skip
-
-    def _all_reduce(self, flag: Tensor) -> Tensor:
-        if self._process_group is _scaler_state.LOST:
-            raise ScalerStateError(
-                "this scaler had a process group when it was pickled, which cannot travel; "
-                "set scaler.process_group to the group of this process, or to None"
-            )
-        import torch.distributed as dist
-
-        flag = flag.clone()
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._process_group)
-        return flag
-
-    def _step_one(
-        self,
-        optimizer: Any,
-        state: State,
-        flag: Tensor | None,
-        skip: bool | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        result = None
-        if _takes_scaler(optimizer):
-            result = self._step_with_scaler(optimizer, args, kwargs)
-            flag = _grads.any_flag(state["found_inf_per_device"].values(), self._scale.device)  # type: ignore[union-attr]
-            outcome = StepOutcome(flag if flag is not None else False)
-        elif state["nothing"]:
-            outcome = StepOutcome(False, nothing_to_do=True)
-        else:
-            assert flag is not None
-            outcome = StepOutcome(flag if skip is None else skip)
-            if not _is_fused(optimizer):
-                result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
-            elif not skip:
-                result = self._step_fused(optimizer, state, flag, args, kwargs)
-        state["stage"] = OptState.STEPPED
-        self._finish_step(optimizer, outcome)
-        return result
-
-    def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any
-    ) -> Any:
-        """torch's inner hook: step unless a flag is set."""
-        skip = optimizer_state.get("skip")
-        if skip is None:
-            skip = any(v.item() for v in optimizer_state["found_inf_per_device"].values())
-        return None if skip else optimizer.step(*args, **kwargs)
-
-    def _step_fused(
-        self,
-        optimizer: Any,
-        state: State,
-        flag: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Hand the divisor and the flag to an optimizer that unscales and skips by itself."""
-        divisor = state.get("divisor")
-        if state["stage"] is OptState.READY:
-            divisor = self._get_scale_async()
-        own = getattr(optimizer, "grad_scale", None)  # one that the user has set already
-        if own is not None:
-            divisor = own if divisor is None else divisor * own
-        optimizer.grad_scale, optimizer.found_inf = divisor, flag
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale
-            del optimizer.found_inf
-
-    def _step_with_scaler(
-        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        warnings.warn(
-            f"{type(optimizer).__name__}.step takes grad_scaler=, which torch is about to stop "
-            "passing; let it read the attributes grad_scale and found_inf instead",
-            FutureWarning,
-            stacklevel=5,
-        )
-        return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-
-    def _finish_step(self, optimizer: Any, outcome: StepOutcome) -> None:
-        self._outcomes[optimizer] = outcome
-        self._stepped = True
-        # The casts of weights that autocast keeps are those of the old weights now.
-        inside = torch.autocast_increment_nesting() > 1
-        torch.autocast_decrement_nesting()
-        if inside and not outcome.nothing_to_do:
-            torch.clear_autocast_cache()
-
-    # ---- after the step --------------------------------------------------------------------
-
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
         """What the latest :meth:`step` of ``optimizer`` did, to be read at any time later.
 
@@ -539,126 +232,6 @@ class GradScaler(torch.amp.GradScaler):
             scheduler.step(*args, **kwargs)
         return stepped
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: back the scale off or let it grow. No host sync of its own.
-
-        With fused optimizers the host learns of overflows when a counter or an outcome is read,
-        and after 128 iterations at most, by one read. Until then nothing can be written wrongly:
-        the decision is the device's.
-
-        Args:
-            new_scale: set the scale to this, inside the bounds, instead.
-
-        Raises:
-            MissingCallError: nothing was stepped or unscaled since the last update.
-            ScaleCollapseError: overflows at the floor, or too many in a row. The iteration has
-                ended as usual; the parameters are as they were before it.
-            ScalerArgumentError, ArgumentTypeError: ``new_scale`` is no scale; nothing was changed.
-        """
-        if not self._enabled:
-            if self._stepped:
-                self._stepped = False
-                self._history.append(0.0)
-                self._read_history()
-            return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states
-        if new_scale is not None:
-            value = _scaler_state.new_scale(self, new_scale, scale)
-            scale.fill_(value)
-            self._note_scale(_grads.float32(value))
-        else:
-            self._advance(scale, tracker, list(states.values()))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._calls_at_update = self._scale_calls
-        if self._history.collapse is not None:
-            raise self._collapse_error(states.values())
-
-    def _advance(self, scale: Tensor, tracker: Tensor, states: list[State]) -> None:
-        flags = [f for state in states for f in state["found_inf_per_device"].values()]
-        flag = _grads.any_flag(flags, scale.device)
-        if flag is None:
-            if not any(state["stage"] is not OptState.READY for state in states):
-                raise MissingCallError(
-                    "update() found no optimizer that was stepped or unscaled since the last "
-                    "update: call scaler.step(optimizer) first"
-                )
-            return  # no gradient anywhere: no evidence for either direction
-        known = {state.get("found") for state in states if state["found_inf_per_device"]}
-        found = True if True in known else None if None in known else False
-        lower = self._lower_bound()
-        record: float | Tensor = flag if found is None else float(found)
-        if found is not False and lower <= self._min_scale:  # then it may be at the floor
-            at_floor = ~(scale > self._min_scale)
-            if found is None:
-                record = flag * (1 + at_floor.to(flag.dtype))
-            elif at_floor.item():
-                record = AT_FLOOR
-        self._move_scale(scale, tracker, flag)
-        if found is not False:
-            lower *= self._backoff_factor
-        if lower < self._min_scale or self._max_scale < rules.LARGEST:
-            scale.clamp_(self._min_scale, self._max_scale)
-            lower = max(lower, self._min_scale) if lower else 0.0
-        self._note_scale(lower)
-        self._history.append(record)
-        if found is not None or len(self._history) >= UNREAD_LIMIT:
-            if found and lower < 1.0:
-                # Rare, and the host has waited in this iteration anyway: know the scale again.
-                self._note_scale(scale.item())
-            if self._history.known or len(self._history) >= UNREAD_LIMIT:
-                self._read_history()
-
-    def _move_scale(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
-        move = torch._amp_update_scale_ if self._native else _grads.update_scale_
-        before = scale.clone() if self._hysteresis > 1 else scale
-        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        move(scale, tracker, flag, *factors)
-        if self._hysteresis > 1:
-            # Overflows before the hysteresis-th since the last growth leave the scale alone.
-            bad = flag != 0
-            spent = self._hysteresis_spent + bad
-            scale.copy_(torch.where(bad & (spent < self._hysteresis), before, scale))
-            grew = ~bad & (tracker == 0)
-            self._hysteresis_spent = torch.where(grew, torch.zeros_like(flag), spent.to(flag.dtype))
-
-    def _read_history(self) -> None:
-        value = self._history.read(self._max_consecutive_skips, self._scale, self._on_skip)
-        if value is not None:
-            self._note_scale(value)
-
-    def _collapse_error(self, states: Iterable[State]) -> ScaleCollapseError:
-        why, self._history.collapse = self._history.collapse, None
-        optimizers = [state["optimizer"] for state in states if "optimizer" in state]
-        names = _grads.names_of_nonfinite(optimizers, self._names())
-        return ScaleCollapseError(
-            f"{why} (scale {self.get_scale():g}, min_scale {self._min_scale:g}). "
-            f"Gradients that are not finite: {_clip.listed(names) or 'those of an earlier step'}. "
-            "No parameter was changed by these steps. Look for a loss or an input that is not "
-            "finite, lower the learning rate, or use bf16; "
-            "max_consecutive_skips=... waits longer"
-        )
-
-    @property
-    def steps(self) -> int:
-        """Iterations that ended with no overflow. Reading may wait for the device."""
-        self._read_history()
-        return self._history.steps
-
-    @property
-    def skipped(self) -> int:
-        """Iterations in which a gradient was not finite. Reading may wait for the device."""
-        self._read_history()
-        return self._history.skipped
-
-    @property
-    def consecutive_skips(self) -> int:
-        """Overflows in a row up to now. Reading may wait for the device."""
-        self._read_history()
-        return self._history.consecutive
-
-    # ---- settings --------------------------------------------------------------------------
-
     @property
     def process_group(self) -> Any:
         """The group whose ranks step or skip together, or None."""
@@ -683,30 +256,6 @@ class GradScaler(torch.amp.GradScaler):
         """The ceiling of the scale."""
         return self._max_scale
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, more than 1."""
-        self._growth_factor = rules.growth_factor(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, between 0 and 1."""
-        self._backoff_factor = rules.backoff_factor(new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval. A longer run of clean iterations than it grows at the next one."""
-        self._growth_interval = rules.growth_interval(new_interval)
-        self._init_growth_tracker = min(self._init_growth_tracker, new_interval - 1)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=new_interval - 1)
-
-    def get_scale(self) -> float:
-        """The scale now, 1.0 if disabled. Waits for the device."""
-        if not self._enabled:
-            return 1.0
-        scale = self._get_scale_async()
-        return self._init_scale if scale is None else float(scale.item())
-
-    # ---- state -----------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, for a checkpoint at the end of an iteration.
 
@@ -726,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         _scaler_state.load(self, state_dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Any, ...]:
         return _scaler_state.rebuild, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -756,47 +305,4 @@ def _is_process_group(group: Any) -> bool:
 
     return group is _scaler_state.LOST or (
         dist.is_available() and isinstance(group, dist.ProcessGroup)
-    )
-
-
-def _is_fused(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-_signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def _takes_scaler(optimizer: Any) -> bool:
-    """torch's older contract: a fused optimizer whose ``step`` takes ``grad_scaler=``."""
-    if not _is_fused(optimizer):
-        return False
-    step = getattr(optimizer.step, "__func__", optimizer.step)
-    try:
-        return _signatures[step]
-    except (KeyError, TypeError):
-        answer = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        try:
-            _signatures[step] = answer
-        except TypeError:
-            pass  # a callable that cannot be referred to weakly: asked again each time
-        return answer
-
-
-def _set_flag(states: list[State], flag: Tensor) -> None:
-    for state in states:
-        state.setdefault("own", state["found_inf_per_device"])
-        state["found_inf_per_device"] = {flag.device: flag}
-
-
-def _out_of_order(method: str, state: State) -> ScalerStateError:
-    if state["stage"] is OptState.STEPPED:
-        return ScalerStateError(
-            f"{method}() was called after step() of the same optimizer: "
-            "call scaler.update() first, which ends the iteration"
-        )
-    done = "clip_grad_norm_()" if "divisor" in state or "recheck" in state else "unscale_()"
-    return ScalerStateError(
-        f"{method}() was called after {done}, which has unscaled this optimizer's gradients "
-        "already: call it once for all micro-batches together, then scaler.step(optimizer) and "
-        "scaler.update()"
     )

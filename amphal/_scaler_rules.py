@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _detect, _grads, _registry
-from ._backend import ScalerSupport
+from ._backend import Hardware, ScalerSupport
 from ._detect import Plan
 from .errors import (
     ArgumentError,
@@ -49,7 +49,7 @@ def number(name: str, value: object, above: float, below: float, rule: str) -> f
         raise ArgumentTypeError(
             f"{name} must be a number, {rule}, got {type(value).__name__} ({value!r})"
         )
-    if not above < value < below:
+    if not above < float(value) < below:
         raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
     return float(value)
 
@@ -69,9 +69,10 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
     bound = f"an int of {least} or more" if most is None else f"an int from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(f"{name} must be {bound}, got {type(value).__name__} ({value!r})")
-    if value < least or (most is not None and value > most):
+    given = int(value)
+    if given < least or (most is not None and given > most):
         raise ScalerArgumentError(f"{name} must be {bound}, got {value!r}")
-    return int(value)
+    return given
 
 
 def growth_interval(value: object) -> int:
@@ -141,7 +142,7 @@ def plan_for(device: Any, enabled: bool | None) -> tuple[str, Plan | None]:
     """
     if isinstance(device, Plan):
         return device.device.type, device
-    if isinstance(device, _detect.Hardware):
+    if isinstance(device, Hardware):
         raise ArgumentTypeError(
             f"GradScaler() runs on a device that is here, and {device.name!r} is a description; "
             "pass a device or a plan"

@@ -21,6 +21,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._scale import Scale
     from ._scaler import GradScaler
 
 __all__ = ["LOST", "VERSION", "freeze", "load", "new_scale", "pack", "rebuild", "thaw"]
@@ -136,7 +137,7 @@ def _checked_counters(own: Any) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-def new_scale(scaler: GradScaler, value: Any, current: Tensor) -> float:
+def new_scale(scaler: Scale, value: Any, current: Tensor) -> float:
     """The value for ``update(new_scale)``; a tensor is read, which waits for the device."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.requires_grad or not value.dtype.is_floating_point:

@@ -7,11 +7,13 @@
      │   ├─ UnknownDeviceError                        no backend is registered for this device type
      │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision
      │   ├─ OpPolicyError                             an op or a casting policy that does not exist
+     │   │   └─ BannedOpError     (RuntimeError)  an op that is unsafe under autocast was called
      │   ├─ ScalerArgumentError       (AssertionError) a value that a scaler cannot use
      │   └─ StateDictError                            a state that cannot be loaded
      │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
      ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
+     ├─ MissingExtraError             (ImportError)   a framework that is not installed
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
      ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
@@ -22,6 +24,7 @@
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
     AmphalWarning                     (UserWarning)
+     ├─ OwnerWarning                                  a region stepped aside for an engine
      └─ PrecisionWarning                              the precision named is emulated or slow
 
 Every message says what was given, what is allowed and what to do.
@@ -38,12 +41,15 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BackendError",
+    "BannedOpError",
     "DeviceNotAvailableError",
     "DuplicateBackendError",
     "MissingCallError",
+    "MissingExtraError",
     "MissingStateKeyError",
     "NonFiniteGradientError",
     "OpPolicyError",
+    "OwnerWarning",
     "PrecisionWarning",
     "RegionStateError",
     "ScaleCollapseError",
@@ -84,6 +90,10 @@ class ScalerArgumentError(ArgumentError, AssertionError):
     """A value that a gradient scaler cannot work with. torch's own raises AssertionError there."""
 
 
+class BannedOpError(OpPolicyError, RuntimeError):
+    """An op that is unsafe under autocast was called. torch raises RuntimeError there."""
+
+
 class StateDictError(ArgumentError):
     """A state that cannot be loaded; nothing was changed."""
 
@@ -96,6 +106,10 @@ class MissingStateKeyError(StateDictError, KeyError):
 
 class DeviceNotAvailableError(AmphalError, RuntimeError):
     """The backend is registered, but its device is not there; the message says why."""
+
+
+class MissingExtraError(AmphalError, ImportError):
+    """A framework that an integration needs is not installed; the message names the extra."""
 
 
 class BackendError(AmphalError, RuntimeError):
@@ -132,6 +146,10 @@ class ScaleCollapseError(AmphalError, ArithmeticError):
 
 class AmphalWarning(UserWarning):
     """The base of amphal's warnings."""
+
+
+class OwnerWarning(AmphalWarning):
+    """A region stepped aside, because the engine around it owns mixed precision."""
 
 
 class PrecisionWarning(AmphalWarning):

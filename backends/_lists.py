@@ -185,8 +185,8 @@ _CPU_FP32 = _ops(
 
 _CPU_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])
 
-# Intel's extension (IPEX) adds to the CPU's list when it is imported; it changes no policy of
-# torch's own ops. Each was observed on IPEX 2.8.
+# Intel's extension (IPEX) adds to the CPU's list when it is imported; it changes the policy
+# of one of torch's own ops (_addmm_activation, in fp16). Each was observed on IPEX 2.8.
 _IPEX_LOWER_PRECISION = _ops(
     """
     _transform_bias_rescale_qkv group_norm torch_ipex::conv_transpose
@@ -205,6 +205,8 @@ _IPEX_FP32 = _ops(
     """
 )
 _IPEX_PROMOTE = frozenset(["torch_ipex::ROIAlign_forward", "torch_ipex::interaction_forward"])
+# Lowered in a bf16 region; an fp16 region leaves them as they are.
+_IPEX_ONLY_BF16 = frozenset(["group_norm", "torch_ipex::ipex_lstm", "torch_ipex::ipex_lstm_layer"])
 # On the autocast key with a kernel that casts nothing.
 _IPEX_AS_IS = frozenset(["torch_ipex::frozen_batch_norm"])
 
@@ -216,15 +218,19 @@ FROM_EXTENSIONS = (
 
 def cpu(dtype: torch.dtype) -> OpLists:
     """The policy of CPU autocast: written by hand in torch, and extended by IPEX where loaded."""
+    ipex = "intel_extension_for_pytorch" in sys.modules
     # IPEX hands torchvision's RoI alignment to its own.
-    taken = frozenset(
-        ["torchvision::roi_align"] if "intel_extension_for_pytorch" in sys.modules else []
-    )
+    taken = frozenset(["torchvision::roi_align"] if ipex else [])
+    lower, fp32, as_is = _CPU_LOWER_PRECISION | _IPEX_LOWER_PRECISION, _CPU_FP32, _IPEX_AS_IS
+    if dtype is torch.float16:
+        lower, as_is = lower - _IPEX_ONLY_BF16, as_is | _IPEX_ONLY_BF16
+        raised = frozenset(["_addmm_activation"] if ipex else [])
+        lower, fp32 = lower - raised, fp32 | raised
     return OpLists(
-        lower_precision=_CPU_LOWER_PRECISION | _IPEX_LOWER_PRECISION,
-        fp32=_CPU_FP32 | _IPEX_FP32 | (_EXTENSIONS_FP32 - taken),
+        lower_precision=lower,
+        fp32=fp32 | _IPEX_FP32 | (_EXTENSIONS_FP32 - taken),
         promote=_CPU_PROMOTE | _IPEX_PROMOTE | taken,
-        as_is=_IPEX_AS_IS,
+        as_is=as_is,
     )
 
 

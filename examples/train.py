@@ -5,6 +5,8 @@
     python examples/train.py --precision fp16 --scaler off   # to see what the scaler is for
     python examples/train.py --precision bf16 --scaler on    # a scaler where none is needed
     python examples/train.py --resume out/checkpoint.pt --steps 7000
+    python examples/train.py --distributed 2                 # two processes on this machine
+    torchrun --nproc-per-node 2 examples/train.py            # the same
 
 A checkpoint and the loss curve go to out/. Ctrl-C finishes the step, saves and says how to go on.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import pickle
 import signal
@@ -26,11 +29,12 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import amphal
 from gpt import GPT, HEAD_SIZE, corpus
+from parallel import Group, join, launch, launched, leave
 
 KEPT = ("width", "layers", "context", "batch", "seed", "lr")  # what a resumed run cannot change
 POSITIVE = ("steps", "minutes", "width", "layers", "context", "batch", "lr")
@@ -44,7 +48,9 @@ class Run:
 
     args: argparse.Namespace
     plan: amphal.Plan
+    group: Group
     model: GPT
+    net: torch.nn.Module  # the model as the group runs it
     optimizer: torch.optim.Optimizer
     scaler: amphal.GradScaler
     step: int = 0
@@ -53,15 +59,17 @@ class Run:
     stopped: bool = False  # by Ctrl-C
 
 
-def new_run(args: argparse.Namespace, plan: amphal.Plan, scaled: bool | None) -> Run:
+def new_run(args: argparse.Namespace, plan: amphal.Plan, scaled: bool | None, group: Group) -> Run:
     torch.manual_seed(args.seed)
     model = GPT(args.width, args.layers, args.context).to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=plan.fused_optimizers)
-    return Run(args, plan, model, optimizer, amphal.GradScaler(plan, enabled=scaled))
+    scaler = amphal.GradScaler(plan, enabled=scaled, process_group=group.handle)
+    return Run(args, plan, group, model, group.spread(model), optimizer, scaler)
 
 
 def windows(run: Run, data: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of shape (len(starts), context); the targets are one byte ahead."""
+    """This process's share of (len(starts), context) inputs, and the targets one byte ahead."""
+    starts = run.group.share(starts)
     text = data[starts[:, None] + torch.arange(run.args.context + 1)].to(run.plan.device).long()
     return text[:, :-1], text[:, 1:]
 
@@ -72,7 +80,7 @@ def random_batch(run: Run, data: Tensor) -> tuple[Tensor, Tensor]:
 
 def loss_of(run: Run, x: Tensor, y: Tensor) -> Tensor:
     with amphal.autocast(run.plan):
-        return F.cross_entropy(run.model(x).flatten(0, 1), y.flatten())
+        return F.cross_entropy(run.net(x).flatten(0, 1), y.flatten())
 
 
 def learning_rate(run: Run, warmup: int = 50) -> float:
@@ -88,8 +96,7 @@ def train_step(run: Run, x: Tensor, y: Tensor) -> Tensor:
     run.optimizer.zero_grad()
     loss = loss_of(run, x, y)
     run.scaler.scale(loss).backward()
-    run.scaler.unscale_(run.optimizer)
-    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.scaler.clip_grad_norm_(run.optimizer, 1.0)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.step += 1
@@ -104,7 +111,7 @@ def validate(run: Run, data: Tensor) -> float:
     run.model.eval()
     losses = [loss_of(run, *windows(run, data, s)) for s in starts.split(run.args.batch)]
     run.model.train()
-    return float(torch.stack(losses).mean())
+    return float(run.group.mean(torch.stack(losses)).mean())
 
 
 def train(run: Run, training: Tensor, held_out: Tensor) -> None:
@@ -114,15 +121,16 @@ def train(run: Run, training: Tensor, held_out: Tensor) -> None:
     if not run.validation:
         run.validation.append((0, validate(run, held_out)))
     print(f"validation loss {run.validation[-1][1]:.3f} at step {run.step}", flush=True)
-    with progress_bar() as bar:
+    with progress_bar(shown=run.group.rank == 0) as bar:
         task = bar.add_task("", total=1.0, step=run.step, loss=run.validation[-1][1])
         more = True
         while more:
             pending.append(train_step(run, *random_batch(run, training)))
             elapsed = time.monotonic() - began
             more = run.step < run.args.steps and elapsed < budget and not run.stopped
+            more = run.group.all(more)
             if validation_due(run.step) or not more:
-                run.losses += torch.stack(pending).tolist()
+                run.losses += run.group.mean(torch.stack(pending)).tolist()
                 pending.clear()
                 run.validation.append((run.step, validate(run, held_out)))
                 save(run)
@@ -136,11 +144,11 @@ def validation_due(step: int) -> bool:
     return step % every == 0
 
 
-def progress_bar() -> Progress:
+def progress_bar(shown: bool) -> Progress:
     text = "step {task.fields[step]}", "validation loss {task.fields[loss]:.3f}"
     times = TimeElapsedColumn(), TimeRemainingColumn()
     columns = TextColumn(text[0]), BarColumn(), TextColumn(text[1]), *times
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
 def finish_step_on_interrupt(run: Run) -> None:
@@ -154,7 +162,9 @@ def finish_step_on_interrupt(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint whole or not at all."""
+    """Write a checkpoint whole or not at all. What it holds is the same in every process."""
+    if run.group.rank:
+        return
     state = {
         "settings": vars(run.args),
         "model": run.model.state_dict(),
@@ -191,18 +201,17 @@ def load(path: str) -> dict[str, Any]:
 def restore(run: Run, state: dict[str, Any]) -> None:
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    if state["scaler"]:  # empty from a run whose scaler was off
-        run.scaler.load_state_dict(state["scaler"])
+    run.scaler.load_state_dict(state["scaler"])
     torch.set_rng_state(state["rng"])
     run.step, run.losses, run.validation = state["step"], state["losses"], state["validation"]
 
 
 def compare(run: Run, data: Tensor, seconds: float = 10.0) -> str:
-    """Time this run's steps beside the same steps in fp32: in turn, each on a fresh model."""
+    """Time this run's steps beside the same steps in fp32: in turn, on one process's own models."""
     name = dtype_name(run.plan)
     full = amphal.detect(run.plan.device, precision="fp32")
-    sides = {"float32": new_run(run.args, full, False)}
-    sides[name] = new_run(run.args, run.plan, run.scaler.is_enabled())  # or in its place
+    sides = {"float32": new_run(run.args, full, False, Group())}
+    sides[name] = new_run(run.args, run.plan, run.scaler.is_enabled(), Group())  # or in its place
     times: dict[str, list[float]] = {side: [] for side in sides}
     deadline = time.monotonic() + seconds
     while len(times[name]) < 4 or (len(times[name]) < 31 and time.monotonic() < deadline):
@@ -272,6 +281,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--seed", type=int, default=0, help="of the weights and the batches")
     add("--out", default="out", help="folder for checkpoint.pt and loss.png")
+    add("--distributed", type=int, default=0, metavar="N", help="train on N processes here")
     add("--resume", metavar="CHECKPOINT", help="go on from here; its settings are the defaults")
     return parser
 
@@ -295,6 +305,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any] | 
     for name in POSITIVE:
         if not getattr(args, name) > 0:
             fail(f"--{name} must be more than 0, got {getattr(args, name)}")
+    if args.distributed < 0:
+        fail(f"--distributed must be a number of processes, got {args.distributed}")
     if args.width % HEAD_SIZE:
         fail(f"--width must be a multiple of {HEAD_SIZE}, got {args.width}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -304,22 +316,34 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any] | 
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        run_script(*parse(argv))
+        args, state = parse(argv)
+        if args.distributed and not launched():
+            launch(__file__, args.distributed, sys.argv[1:] if argv is None else argv)
+        else:
+            group = join()
+            try:
+                run_script(args, state, group)
+            finally:
+                leave(group)
     except (amphal.AmphalError, OSError) as exc:
         fail(str(exc))
     except KeyboardInterrupt:  # before training or after it; within, see finish_step_on_interrupt
         sys.exit(130)
 
 
-def run_script(args: argparse.Namespace, state: dict[str, Any] | None) -> None:
-    plan = amphal.detect(args.device, precision=args.precision)
-    print(plan.explain(), flush=True)
+def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Group) -> None:
+    if args.batch % group.size:
+        fail(f"--batch must be a multiple of the {group.size} processes, got {args.batch}")
+    plan = amphal.detect(args.device, precision=args.precision, process_group=group.handle)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     training, held_out = corpus()
-    run = new_run(args, plan, SCALER[args.scaler])
+    run = new_run(args, plan, SCALER[args.scaler], group)
     if state:
         restore(run, state)
     finish_step_on_interrupt(run)
+    if group.rank:  # the others train along, and only the first one speaks
+        sys.stdout = io.StringIO()
+    print(plan.explain(), flush=True)
     train(run, training, held_out)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if run.step < args.steps:
@@ -327,10 +351,15 @@ def run_script(args: argparse.Namespace, state: dict[str, Any] | None) -> None:
         print(f"{why}; go on with: python examples/train.py --resume {checkpoint_path(args)}")
     if run.stopped:
         sys.exit(130)
+    if group.rank == 0:
+        report(run, training)
+
+
+def report(run: Run, training: Tensor) -> None:
     if run.scaler.is_enabled():
         print(f"loss scale at the end: {run.scaler.get_scale():g}")
     print(compare(run, training))
-    print(f"saved {checkpoint_path(args)} and {plot(run)}")
+    print(f"saved {checkpoint_path(run.args)} and {plot(run)}")
     (_, first), (step, last) = run.validation[0], run.validation[-1]
     print(f"validation loss {first:.3f} -> {last:.3f} in {step} steps")
 

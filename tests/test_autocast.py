@@ -223,18 +223,42 @@ def test_an_exception_in_the_body_restores_and_propagates() -> None:
     assert not state()[0]
 
 
-def test_an_exception_while_entering_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a step of entering fails, the steps before it are undone."""
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("on_exit", [False, True])
+@pytest.mark.parametrize(
+    "step", ["_set_enabled", "_set_dtype", "_set_cache_enabled", "_clear_cache", "_exit_nesting"]
+)
+def test_an_interrupt_at_any_step_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: str, on_exit: bool, after: bool
+) -> None:
+    """Ctrl-C before or after a step of entering or leaving: what was changed is put back."""
     from amphal import _autocast
 
-    def fail(device: str, on: bool) -> None:
-        raise RuntimeError("cannot switch")
+    region = amphal.autocast("cpu", FP16, cache_enabled=False)
+    real, left = getattr(_autocast, step), [1]
 
-    region = amphal.autocast("cpu", FP16)
-    monkeypatch.setattr(_autocast, "_set_enabled", fail)
-    with pytest.raises(RuntimeError, match="cannot switch"):
+    def interrupted(*args: Any) -> Any:
+        if left and not after:
+            left.clear()
+            raise KeyboardInterrupt
+        result = real(*args)
+        if left:
+            left.clear()
+            raise KeyboardInterrupt
+        return result
+
+    if on_exit:
         region.__enter__()
+        monkeypatch.setattr(_autocast, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            region.__exit__(None, None, None)
+    else:
+        monkeypatch.setattr(_autocast, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            with region:
+                pass
     monkeypatch.undo()
+    assert not left
     assert not _autocast._thread.stack
     assert state() == (False, BF16)
 
@@ -429,3 +453,145 @@ def test_new_threads_start_with_autocast_off() -> None:
         thread.start()
         thread.join()
     assert seen == [FP32]
+
+
+def test_a_plan_for_a_device_that_is_not_here_is_refused() -> None:
+    """A described or unpickled plan must not enter a region that changes nothing."""
+    backend = dataclasses.replace(
+        amphal.get_backend("cuda"), available=lambda: amphal.Availability(False, "not here")
+    )
+    plan = amphal.detect(amphal.Hardware("cuda", "Tesla T4", vendor="nvidia", capability=(7, 5)))
+    with _registry.overridden(backend):
+        for use in (plan.autocast, lambda: amphal.autocast(plan, "bf16")):
+            with pytest.raises(amphal.DeviceNotAvailableError, match="not here"):
+                use()
+        with plan.autocast(enabled=False):
+            pass
+
+
+def test_off_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """enabled=False without a device: no warning about a dtype, no absent device."""
+    monkeypatch.setenv("AMPHAL_PRECISION", "fp16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amphal.autocast(enabled=False):
+            assert result() is FP32
+        with amphal.autocast(dtype="bf16", enabled=False):
+            assert result() is FP32
+        monkeypatch.setenv("AMPHAL_DEVICE", "mps")
+        with amphal.autocast(enabled=False):
+            assert result() is FP32
+
+
+def test_flags_are_told_by_identity() -> None:
+    """1 is no flag, also after True has been cached."""
+    amphal.autocast("cpu", BF16, True, True)
+    for enabled, cache in ((1, True), (True, 1), (True, 1.0)):
+        with pytest.raises(amphal.ArgumentTypeError):
+            amphal.autocast("cpu", BF16, enabled, cache)  # type: ignore[arg-type]
+
+
+def test_a_refused_warning_is_refused_again() -> None:
+    """Where warnings are errors, a call that was refused does not succeed the second time."""
+    slow = amphal.Hardware("cpu", "an old Xeon", architecture="x86_64", flags=frozenset({"avx2"}))
+    with simulate(slow), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(amphal.PrecisionWarning):
+                amphal.autocast("cpu", BF16)
+
+
+def test_exits_out_of_order_under_a_default_device() -> None:
+    """torch.set_default_device is a function mode, and changes nothing about restoring."""
+    first, second = amphal.autocast("cpu", BF16), amphal.autocast("cpu", FP16)
+    with torch.device("cpu"):
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+    assert state() == (False, BF16)
+
+
+def test_static_methods_callable_objects_and_classes() -> None:
+    """A staticmethod below, an object with an async __call__: driven; a class: refused."""
+
+    class Holder:
+        @amphal.autocast("cpu", BF16)
+        @staticmethod
+        def generate() -> Generator[torch.dtype, None, None]:
+            yield result()
+
+        @amphal.autocast("cpu", BF16)
+        @classmethod
+        def plain(cls) -> torch.dtype:
+            return result()
+
+        async def __call__(self) -> torch.dtype:
+            await asyncio.sleep(0)
+            return result()
+
+    assert next(Holder.generate()) is BF16
+    assert Holder.plain() is BF16
+    assert asyncio.run(amphal.autocast("cpu", BF16)(Holder())()) is BF16
+    with pytest.raises(amphal.ArgumentTypeError, match="class Holder"):
+        amphal.autocast("cpu", BF16)(Holder)
+
+
+def test_torchscript_refuses_a_decorated_function() -> None:
+    """It would follow the function past its region in silence; torch's decorator refuses too."""
+
+    @amphal.autocast("cpu", BF16)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(RuntimeError, match="script mode"):
+            torch.jit.script(decorated)
+
+
+def test_an_exception_sent_into_a_generator_is_not_kept() -> None:
+    """Its frames, and the tensors in them, are freed at once and not by the garbage collector."""
+    import weakref
+
+    @amphal.autocast("cpu", BF16)
+    def generate() -> Generator[int, None, None]:
+        while True:
+            try:
+                yield 1
+            except KeyError:
+                pass
+
+    class Held:
+        pass
+
+    def throw(generator: Any) -> weakref.ref[Held]:
+        held = Held()
+        error = KeyError(held)
+        generator.throw(error)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        generator = generate()
+        next(generator)
+        assert throw(generator)() is None
+    finally:
+        gc.enable()
+    generator.close()
+
+
+def test_regions_are_forgotten_with_the_registry_and_bounded() -> None:
+    """The cache of regions follows the registry, and hostile keys cannot make it grow for good."""
+    from amphal import _autocast, _detect
+
+    region = amphal.autocast("cpu", BF16)
+    assert amphal.autocast("cpu", BF16) is region
+    amphal.detect.cache_clear()
+    assert amphal.autocast("cpu", BF16) is not region
+    plan = amphal.detect("cpu")
+    for i in range(1200):
+        amphal.autocast(dataclasses.replace(plan, reasons=(str(i),)))
+        amphal.detect(amphal.Hardware("cpu", str(i)))
+    assert len(_autocast._regions) <= 512
+    assert len(_detect._cache) <= 256

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from amphal import _cli
+
+OUTSIDE = tempfile.gettempdir()  # in a checkout, ./amphal would shadow the installed package
 
 
 def test_json_has_a_row_a_backend_and_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +59,10 @@ def test_a_slow_precision_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_python_dash_m() -> None:
     """``python -m amphal`` is the same program."""
     result = subprocess.run(
-        [sys.executable, "-m", "amphal", "detect", "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "amphal", "detect", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=OUTSIDE,
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["plan"]["device"]

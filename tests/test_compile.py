@@ -271,3 +271,38 @@ def test_a_simulated_device_can_be_traced() -> None:
             with amphal.autocast("cuda"):
                 assert (x @ x).dtype is BF16
             assert (x @ x).dtype is FP32
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_region_must_be_inside_what_is_exported(strict: bool) -> None:
+    """torch drops a region around the export call; decorating forward keeps it."""
+
+    class Plain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+    with amphal.autocast("cpu", BF16):
+        around = torch.export.export(Plain(), (X,), strict=strict)
+    assert around.module()(X).dtype is FP32
+    model = Plain()
+    model.forward = amphal.autocast("cpu", BF16)(model.forward)  # type: ignore[method-assign]
+    inside = torch.export.export(model, (X,), strict=strict)
+    assert inside.module()(X).dtype is BF16
+
+
+def test_a_decorated_function_that_calls_itself() -> None:
+    """Each level enters its own region in the graph; one object entered twice could not be."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.inner = Block(depth - 1) if depth else torch.nn.Identity()
+
+        @amphal.autocast("cpu", BF16)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) @ x
+
+    block = Block(2)
+    assert torch.compile(block, fullgraph=True, backend="eager")(X).dtype is BF16
+    for strict in (True, False):
+        assert torch.export.export(block, (X,), strict=strict).module()(X).dtype is BF16

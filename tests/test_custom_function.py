@@ -171,9 +171,9 @@ def test_wrong_arguments() -> None:
     with pytest.raises(amphal.ArgumentTypeError, match="decorates a function"):
         amphal.custom_bwd(3)  # type: ignore[call-overload]
     with pytest.raises(amphal.UnsupportedPrecisionError, match="int8"):
-        amphal.custom_fwd(cast_inputs=torch.int8)(lambda ctx, x: x)
+        amphal.custom_fwd(cast_inputs=torch.int8)
     with pytest.raises(amphal.ArgumentError, match="nodevice"):
-        amphal.custom_fwd(device_type="nodevice")(lambda ctx, x: x)
+        amphal.custom_fwd(device_type="nodevice")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -190,3 +190,29 @@ def test_it_compiles(backend: str) -> None:
     assert y.dtype is FP32
     y.backward()
     assert x.grad is not None
+
+
+def test_a_forward_without_ctx() -> None:
+    """With setup_context there is no ctx in forward: inputs are cast all the same."""
+
+    class Modern(torch.autograd.Function):
+        @staticmethod
+        @amphal.custom_fwd(cast_inputs=torch.float32)
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        @amphal.custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with amphal.autocast("cpu", BF16):
+        y = Modern.apply(x)
+    assert y.dtype is FP32
+    assert not hasattr(x, "_amphal_autocast")
+    with pytest.raises(amphal.RegionStateError, match="setup_context"):
+        y.sum().backward()

@@ -280,3 +280,63 @@ def test_saturating_hardware_gets_no_scaler_and_no_fp16_by_default() -> None:
         with pytest.warns(amphal.PrecisionWarning, match="saturates"):
             plan = amphal.detect("cuda", precision="fp16")
         assert not plan.use_scaler
+
+
+@pytest.mark.parametrize("device", ["cpu:128", "cpu:300", "cpu:" + "9" * 5000, "cpu:\uff11"])
+def test_an_index_beyond_torchs_own_is_refused(device: str) -> None:
+    """torch keeps an index in eight bits and wraps what does not fit: cpu:300 became cpu:44."""
+    with pytest.raises(amphal.ArgumentError):
+        amphal.detect(device)
+
+
+def test_an_answer_that_the_registry_overtook_is_not_kept() -> None:
+    """A backend replaced while its question is being answered: the next question sees the new."""
+    cpu = amphal.get_backend("cpu")
+
+    def probe(index: int | None) -> amphal.Hardware:
+        amphal.register_backend(cpu, replace=True)
+        return amphal.Hardware("cpu", "overtaken")
+
+    with simulate(amphal.Hardware("cpu", "x")) as fake:
+        amphal.register_backend(dataclasses.replace(fake, probe=probe), replace=True)
+        assert amphal.detect("cpu").hardware.name == "overtaken"
+        assert amphal.detect("cpu").hardware.name != "overtaken"
+
+
+def test_another_environ_object_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test may put a dict in the place of os.environ."""
+    import os
+
+    monkeypatch.setattr(os, "environ", {"AMPHAL_PRECISION": "fp16", "AMPHAL_DEVICE": "cpu"})
+    with pytest.warns(amphal.PrecisionWarning):
+        assert amphal.detect().dtype is torch.float16
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"device": "cpu"}, {"dtype": "bf16"}])
+def test_a_plan_checks_itself(change: dict[str, object]) -> None:
+    """A plan made by hand is refused where it is made."""
+    with pytest.raises(amphal.AmphalError, match="Plan: "):
+        dataclasses.replace(amphal.detect("cpu"), **change)  # type: ignore[arg-type]
+
+
+def test_auto_is_among_the_precisions_that_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of detect() names all that it takes."""
+    with pytest.raises(amphal.UnsupportedPrecisionError, match="'auto', 'bf16'"):
+        amphal.detect("cpu", precision="bf61")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"flags": 5},
+        {"flags": [[1]]},
+        {"flags": {1, "a"}},
+        {"capability": "80"},
+        {"capability": (float("inf"), 0)},
+        {"memory": -1},
+    ],
+)
+def test_hardware_checks_its_fields(fields: dict[str, object]) -> None:
+    """Every wrong field is an AmphalError, where the record is made."""
+    with pytest.raises(amphal.AmphalError, match="Hardware: "):
+        amphal.Hardware("cpu", "x", **fields)  # type: ignore[arg-type]

@@ -6,17 +6,19 @@ import ast
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import amphal
 
 PACKAGE = Path(amphal.__file__).parent
+OUTSIDE = tempfile.gettempdir()  # in a checkout, ./amphal would shadow the installed package
 DEVICES = {"cuda", "xpu", "mps", "cpu", "npu", "hpu", "xla", "mtia", "musa", "mlu", "rocm"}
 
 
 def _fresh(code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=OUTSIDE, check=True
     )
     return result.stdout
 
@@ -57,9 +59,12 @@ def test_no_module_is_named_like_a_public_callable() -> None:
 
 
 def test_the_front_end_names_no_device() -> None:
-    """What differs by device is declared by its backend: no string in the front end is one."""
+    """What differs by device is declared by its backend: no string in the front end is one.
+
+    ``_compat.py`` names two device types that torch knows and nobody has, to leave a mark there.
+    """
     named = []
-    for path in PACKAGE.glob("*.py"):
+    for path in set(PACKAGE.glob("*.py")) - {PACKAGE / "_compat.py"}:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         named += [
             f"{path.name}:{node.lineno}: {node.value!r}"
@@ -75,7 +80,9 @@ def test_the_top_level_backends_folder_cannot_be_a_second_copy() -> None:
     """Imported under its folder's name, the package refuses: its backends would be unequal."""
     root = Path(__file__).parent.parent
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import backends"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=OUTSIDE
+    )
     assert result.returncode != 0
     assert "import amphal.backends" in result.stderr
 
@@ -87,3 +94,48 @@ def test_the_error_tree_is_drawn_in_its_docstring() -> None:
     classes = [n for n in errors.__all__ if isinstance(getattr(errors, n), type)]
     assert all(name in (errors.__doc__ or "") for name in classes)
     assert set(classes) <= set(amphal.__all__)
+
+
+def test_only_torch_amp_is_used() -> None:
+    """The vendor namespaces warn (torch.cuda.amp) or are gone (torch.xpu.amp): none is named."""
+    sources = [*PACKAGE.rglob("*.py"), *(Path(__file__).parent.parent / "backends").glob("*.py")]
+    code = [
+        (path.name, node)
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    old = [
+        f"{name}:{node.lineno}"
+        for name, node in code
+        if isinstance(node, ast.Attribute)
+        and node.attr == "amp"
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr in DEVICES
+    ]
+    assert not old
+
+
+def test_autocast_queries_always_name_the_device() -> None:
+    """A vendor's plug-in may patch the query without a device to mean its own."""
+    queries = {"is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled"}
+    bare = [
+        f"{path.name}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in queries
+        and not node.args
+    ]
+    assert not bare
+
+
+def test_no_future_warning() -> None:
+    """Import, a region, a scaler: nothing deprecated is touched."""
+    code = (
+        "import warnings; warnings.simplefilter('error', FutureWarning);"
+        "warnings.simplefilter('error', DeprecationWarning); import torch, amphal\n"
+        "with amphal.autocast(): pass\n"
+        "amphal.GradScaler(); print('ok')"
+    )
+    assert _fresh(code).strip() == "ok"

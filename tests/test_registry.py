@@ -124,3 +124,36 @@ def test_records_refuse_what_makes_no_sense(
     """The contract's records check themselves; an error says which field and what it may be."""
     with pytest.raises(amphal.AmphalError, match=message):
         record(**kwargs)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [], object()])
+def test_a_name_must_be_a_string(wrong: object) -> None:
+    """What is no string is a typed error, hashable or not."""
+    with pytest.raises(amphal.ArgumentTypeError, match="must be a string"):
+        amphal.get_backend(wrong)  # type: ignore[arg-type]
+    with pytest.raises(amphal.ArgumentTypeError, match="must be a string"):
+        amphal.unregister_backend(wrong)  # type: ignore[arg-type]
+
+
+def test_an_exception_that_cannot_be_printed_is_a_reason_too() -> None:
+    """A vendor's exception class may raise when asked for its text."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def broken() -> amphal.Availability:
+        raise Mute
+
+    backend = dataclasses.replace(amphal.get_backend("cpu"), available=broken)
+    assert "Mute" in _registry.availability(backend).reason
+
+
+def test_the_registry_can_change_while_it_is_iterated() -> None:
+    """A view is the registry of that moment."""
+    view = amphal.registered_backends()
+    before = len(view)
+    for _ in view:
+        with _registry.overridden(dataclasses.replace(amphal.get_backend("cpu"), device_type="x")):
+            pass
+    assert len(view) == before

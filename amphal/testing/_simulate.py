@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from .. import _registry
 from .._backend import Availability, Backend, Hardware
+from ..errors import ArgumentTypeError
 
 __all__ = ["simulate"]
 
@@ -24,6 +25,10 @@ def simulate(hardware: Hardware, *, priority: int | None = None) -> Iterator[Bac
         hardware: the machine to pretend.
         priority: another priority for the backend, or None for its own.
     """
+    if not isinstance(hardware, Hardware):
+        raise ArgumentTypeError(
+            f"simulate() takes an amphal.Hardware, got {type(hardware).__name__} ({hardware!r})"
+        )
     real = _registry.get_backend(hardware.device_type)
     fake = dataclasses.replace(
         real,

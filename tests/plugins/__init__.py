@@ -1,0 +1,1 @@
+"""What the tests of plug-ins share."""

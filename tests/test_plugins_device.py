@@ -1,0 +1,63 @@
+"""FakeBackend, and the device in pure Python (in a process of its own: torch keeps its name)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from plugins.distribution import python
+
+import amphal
+from amphal import DtypeSupport, Hardware
+from amphal.testing import FakeBackend, install_device, simulate
+from amphal.testing._device import why_not_installable
+
+FP16 = {torch.float16: DtypeSupport("native", True, "the test says so")}
+
+
+def test_a_fake_backend_takes_values_for_functions() -> None:
+    """A decision for an imagined device is a few values, registered and asked."""
+    here = Hardware("imagined", "Imagined One")
+    amphal.register_backend(FakeBackend("imagined", available=True, probe=here, dtypes=FP16))
+    try:
+        plan = amphal.detect("imagined")
+        assert (plan.dtype, plan.use_scaler) == (torch.float16, True)
+        with simulate(Hardware("imagined", "Imagined Two")):
+            assert amphal.detect("imagined").hardware.name == "Imagined Two"
+    finally:
+        amphal.unregister_backend("imagined")
+
+
+def test_a_fake_backend_can_be_absent_for_a_reason() -> None:
+    """The reason is what the error of detect() says."""
+    amphal.register_backend(FakeBackend("imagined", available="it was never built"))
+    try:
+        with pytest.raises(amphal.DeviceNotAvailableError, match="it was never built"):
+            amphal.detect("imagined")
+    finally:
+        amphal.unregister_backend("imagined")
+
+
+def test_without_its_device_a_fake_backend_says_what_to_call() -> None:
+    """The default answer names install_device(), or the torch that it needs."""
+    answer = FakeBackend("imagined").available()
+    assert not answer
+    assert (why_not_installable() or "install_device('imagined')") in answer.reason
+
+
+@pytest.mark.skipif(not why_not_installable(), reason="this torch can have the device")
+def test_an_old_torch_is_an_error_that_says_which_is_needed() -> None:
+    """Before torch 2.10 there is no device in pure Python."""
+    with pytest.raises(amphal.TorchTooOldError, match=r"2\.10"):
+        install_device("toy")
+
+
+@pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
+def test_the_device_in_pure_python_keeps_its_promises(tmp_path: Path) -> None:
+    """It computes, trains, refuses mixed devices, and passes the suite with a FakeBackend."""
+    facts = str(Path(__file__).parent / "plugins" / "on_the_toy.py")
+    done = python(
+        tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", facts
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
