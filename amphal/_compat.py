@@ -174,9 +174,36 @@ def after_key(dispatch_key: str) -> Any:
     return _private("_dispatch_keyset_full_after")(_private("_dispatch_key_parse")(dispatch_key))
 
 
+# Ops whose function in torch takes exactly the schema's arguments. Not so for losses (``reduction``
+# is "none" where the schema says "mean"), convolutions and some written by hand.
+_GENERATED = frozenset(
+    """
+    addmm baddbmm batch_norm bmm cat cosine_similarity cumprod cumsum einsum exp expm1 group_norm
+    layer_norm log log1p log_softmax.int logsumexp matmul mm mv native_layer_norm pow.Scalar
+    pow.Tensor_Scalar pow.Tensor_Tensor prelu prod prod.dim_int reciprocal rms_norm rsqrt softmax.int
+    stack sum sum.dim_IntList
+    """.split()  # noqa: SIM905 - a list of names reads best so
+)
+
+
 def caller(op: Any) -> Callable[..., Any]:
-    """``op`` itself, without the Python frame that OpOverload's ``__call__`` puts before it."""
-    return op._op  # type: ignore[no-any-return]
+    """``op`` for positional and keyword arguments as in its schema, as fast as Python can call it.
+
+    The functions that torch generates from the schemas parse arguments in half the time of an
+    OpOverload.
+    """
+    name = op._name.removeprefix("aten::")
+    if name not in _GENERATED:
+        return op._op  # type: ignore[no-any-return]
+    return getattr(torch._C._VariableFunctions, name.split(".")[0])  # type: ignore[no-any-return]
+
+
+def is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is on this device type. ``tensor.device.type`` takes four times as long."""
+    found = getattr(torch.Tensor, f"is_{device_type}", None)
+    if hasattr(found, "__get__"):
+        return found.__get__  # type: ignore[no-any-return, union-attr]
+    return lambda tensor: tensor.device.type == device_type
 
 
 def kernel_library(namespace: str) -> Any:

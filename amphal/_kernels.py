@@ -47,27 +47,30 @@ _METHODS: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
     torch.bfloat16: torch.Tensor.bfloat16,
     torch.float16: torch.Tensor.half,
 }
+_FLOATING = frozenset(d for d in _compat.all_dtypes() if d.is_floating_point) - {_DOUBLE}
 
 
-def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
-    if isinstance(value, _Tensor):
-        found = value.dtype
-        if (
-            found is not dtype
-            and found is not _DOUBLE
-            and value.is_floating_point()
-            and value.device.type == device
-        ):
-            return _METHODS[dtype](value)
+def _casts(device: str) -> Callable[[Any, torch.dtype], Any]:
+    """``(value, dtype)`` to the value with its eligible tensors cast, in lists too."""
+    is_here = _compat.is_on(device)
+    methods, floating = _METHODS, _FLOATING
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, _Tensor):
+            found = value.dtype
+            if found is dtype or found not in floating or not is_here(value):
+                return value
+            return methods[dtype](value)
+        if isinstance(value, (list, tuple)):
+            return [cast(v, dtype) for v in value]
         return value
-    if isinstance(value, (list, tuple)):
-        return [_cast(v, device, dtype) for v in value]
-    return value
+
+    return cast
 
 
 def _eligible(value: Any, device: str) -> Iterator[torch.Tensor]:
     if isinstance(value, _Tensor):
-        if value.is_floating_point() and value.dtype is not _DOUBLE and value.device.type == device:
+        if value.dtype in _FLOATING and value.device.type == device:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -77,6 +80,7 @@ def _eligible(value: Any, device: str) -> Iterator[torch.Tensor]:
 def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype]) -> Action:
     """Cast every eligible input to the dtype that ``choose`` names, and call on."""
     call = _compat.caller(_opnames.op_overload(op))
+    cast = _casts(device)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = choose((*args, *kwargs.values()) if kwargs else args)
@@ -85,8 +89,8 @@ def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype
         _set_enabled(device, False)
         try:
             if kwargs:
-                kwargs = {name: _cast(v, device, dtype) for name, v in kwargs.items()}
-            return call(*[_cast(v, device, dtype) for v in args], **kwargs)
+                kwargs = {name: cast(v, dtype) for name, v in kwargs.items()}
+            return call(*[cast(v, dtype) for v in args], **kwargs)
         finally:
             _set_enabled(device, True)
 
@@ -133,15 +137,15 @@ def _pass_by(op: str, device: str) -> Action:
 def _set_opt_dtype(op: str, device: str) -> Action:
     overload = _opnames.op_overload(op)
     call = _compat.caller(overload)
-    names = [a.name for a in overload._schema.arguments]
+    position = [a.name for a in overload._schema.arguments].index("dtype")
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _set_enabled(device, False)
         try:
-            if any(True for _ in _eligible(args[0], device)):
-                given = dict(zip(names, args, strict=False), **kwargs)
-                if given.get("dtype") is None:
-                    return call(**{**given, "dtype": _FLOAT})
+            # The dispatcher leaves out arguments that have their default value.
+            given = len(args) > position or kwargs.get("dtype") is not None
+            if not given and any(True for _ in _eligible(args[0], device)):
+                kwargs = {**kwargs, "dtype": _FLOAT}
             return call(*args, **kwargs)
         finally:
             _set_enabled(device, True)

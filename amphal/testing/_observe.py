@@ -105,6 +105,15 @@ def _watch(
 ) -> _Call:
     """What the autocast kernel of ``op`` called, given inputs of these dtypes in turn."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.inference_mode():
+        args, kwargs = _arguments(op, device, dtypes)
+        with region():
+            return seen_by(op, op, args, kwargs)
+
+
+def seen_by(op: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+    """The first op of ``op``'s name that ``call(*args, **kwargs)`` reaches, and its arguments."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen: list[_Call] = []
@@ -118,11 +127,8 @@ def _watch(
                 raise _SeenError
             return func(*args, **(kwargs or {}))
 
-    watch = Watch()  # type: ignore[no-untyped-call]
-    with FakeTensorMode(), torch.inference_mode():
-        args, kwargs = _arguments(op, device, dtypes)
-        with region(), watch, contextlib.suppress(_SeenError):
-            op(*args, **kwargs)
+    with Watch(), contextlib.suppress(_SeenError):  # type: ignore[no-untyped-call]
+        call(*args, **kwargs)
     if not seen:
         raise RuntimeError("it called another op instead")
     return seen[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
-from amphal import _opnames
-from amphal.testing import observe_policy
+from amphal import _compat, _opnames
+from amphal.testing import _observe, observe_policy
 from amphal.testing._observe import observe_in
 
 pytestmark = pytest.mark.fake
@@ -40,6 +42,27 @@ def test_every_op_is_cast_on_the_cpu_as_on_the_device(device: str) -> None:
                 different[op] = (there, here)
     assert different == {}
     assert len(ops) > 150
+
+
+def test_a_kernel_calls_exactly_the_op_that_it_stands_for() -> None:
+    """The fast way to call an op reaches the same overload with the same arguments."""
+    different = []
+    ops = {op for op in _compat._GENERATED if _opnames.is_defined(op)}
+    assert len(ops) > 30
+    for name in sorted(ops):
+        op = _opnames.op_overload(name)
+        seen = []
+        for call in (op._op, _compat.caller(op)):
+            with FakeTensorMode(), torch.inference_mode():
+                args, kwargs = _observe._arguments(op, "cpu", itertools.cycle([torch.float32]))
+                func, got, more = _observe.seen_by(op, call, args, kwargs)
+            given = dict(zip((a.name for a in op._schema.arguments), got, strict=False), **more)
+            defaults = {a.name: a.default_value for a in op._schema.arguments}
+            plain = {n: v for n, v in given.items() if not list(_observe._tensors(v))}
+            seen.append((func, {**defaults, **plain}))
+        if seen[0] != seen[1]:
+            different.append((name, seen))
+    assert different == []
 
 
 def test_without_the_policy_the_cpu_casts_otherwise() -> None:
