@@ -99,7 +99,7 @@ def made(
         plan = amphal.detect(precision="fp16")
     net = spread(kind, plan)
     shared = dist.group.WORLD if group else None
-    scaler = amphal.GradScaler(plan, START, growth_interval=20, process_group=shared)
+    scaler = amphal.GradScaler(plan, START, growth_interval=4, process_group=shared)
     return net, make_optimizer(optimizer, net), scaler, plan
 
 
