@@ -164,7 +164,7 @@ def one_step(
 
 def make_optimizer(name: str, net: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
     return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=name == "fused")
 
 
