@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import _compat, _opnames
+from .errors import BannedOpError
 
 __all__ = ["PASS_BY", "Action", "action"]
 
