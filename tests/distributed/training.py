@@ -99,7 +99,11 @@ def made(
         plan = amphal.detect(precision="fp16")
     net = spread(kind, plan)
     shared = dist.group.WORLD if group else None
-    scaler = amphal.GradScaler(plan, START, growth_interval=4, process_group=shared)
+    # Overflows are planted often, so the scale must grow again soon, and not to where real ones
+    # are.
+    scaler = amphal.GradScaler(
+        plan, START, growth_interval=4, max_scale=START, process_group=shared
+    )
     return net, make_optimizer(optimizer, net), scaler, plan
 
 
