@@ -6,17 +6,14 @@ device; what a device can do is declared by its backend, in one file.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._autocast import autocast
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
-from ._hardware import KnownHardware, known_hardware
-from ._install import AutocastOp, register_autocast_op
-from ._monitor import GradHealth, GradMonitor
 from ._oplists import OpLists
-from ._ops import op_lists
-from ._outcome import StepOutcome
-from ._precision import set_precision
 from ._registry import (
     Registration,
     get_backend,
@@ -24,7 +21,6 @@ from ._registry import (
     registered_backends,
     unregister_backend,
 )
-from ._scaler import GradScaler
 from .errors import (
     AmphalError,
     AmphalWarning,
@@ -50,6 +46,43 @@ from .errors import (
     UnknownDeviceError,
     UnsupportedPrecisionError,
 )
+
+if TYPE_CHECKING:
+    from ._hardware import KnownHardware, known_hardware
+    from ._install import AutocastOp, register_autocast_op
+    from ._monitor import GradHealth, GradMonitor
+    from ._ops import op_lists
+    from ._outcome import StepOutcome
+    from ._precision import set_precision
+    from ._scaler import GradScaler
+
+# What not every program uses is imported at its first use, so that ``import amphal`` stays cheap.
+_AT_FIRST_USE = {
+    "AutocastOp": "_install",
+    "GradHealth": "_monitor",
+    "GradMonitor": "_monitor",
+    "GradScaler": "_scaler",
+    "KnownHardware": "_hardware",
+    "StepOutcome": "_outcome",
+    "known_hardware": "_hardware",
+    "op_lists": "_ops",
+    "register_autocast_op": "_install",
+    "set_precision": "_precision",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _AT_FIRST_USE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_AT_FIRST_USE})
+
 
 __version__ = "0.1.0"
 

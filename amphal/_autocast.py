@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _env, _install, _owner, _registry
+from . import _compat, _detect, _env, _owner, _registry
 from ._backend import LOW_PRECISION, Hardware, torch_version
 from ._decorate import decorate
 from ._detect import DeviceLike, Plan, PrecisionLike
@@ -424,6 +424,8 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
     if precision not in LOW_PRECISION:
         precision = _get_dtype(device_type)
     if on:
+        from . import _install  # at first use: it is needed once a region is made, and not before
+
         _install.ensure_kernels(device_type, precision)
     return device_type, precision, on
 

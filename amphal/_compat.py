@@ -180,8 +180,8 @@ _GENERATED = frozenset(
     """
     addmm baddbmm batch_norm bmm cat cosine_similarity cumprod cumsum einsum exp expm1 group_norm
     layer_norm log log1p log_softmax.int logsumexp matmul mm mv native_layer_norm pow.Scalar
-    pow.Tensor_Scalar pow.Tensor_Tensor prelu prod prod.dim_int reciprocal rms_norm rsqrt softmax.int
-    stack sum sum.dim_IntList
+    pow.Tensor_Scalar pow.Tensor_Tensor prelu prod prod.dim_int reciprocal rms_norm rsqrt
+    softmax.int stack sum sum.dim_IntList
     """.split()  # noqa: SIM905 - a list of names reads best so
 )
 

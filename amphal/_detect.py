@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from . import _agree, _env, _plan, _registry
+from . import _env, _plan, _registry
 from ._backend import Availability, Backend, Hardware, ScalerSupport
 from ._names import DeviceLike, PrecisionLike, named_device, named_precision
 from ._plan import Plan
@@ -223,6 +223,8 @@ def _detect(
     With a process group, what one rank raises is raised on all of them.
     """
     if process_group is not None:
+        from . import _agree
+
         return _agree.detect(
             process_group,
             lambda: (_detect(device, precision=precision), _named(device, precision)[0]),

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import amphal

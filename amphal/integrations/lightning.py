@@ -39,13 +39,15 @@ def fabric_precision(plan: Plan, *, scaler: GradScaler | None = None) -> FabricP
     Raises:
         MissingExtraError: Lightning is not installed.
     """
-    made: FabricPrecision = _fabric_class()(require_plan(plan, "fabric_precision"), scaler)
+    plan = require_plan(plan, "fabric_precision")  # before a framework is looked for
+    made: FabricPrecision = _fabric_class()(plan, scaler)
     return made
 
 
 def trainer_precision(plan: Plan, *, scaler: GradScaler | None = None) -> TrainerPrecision:
     """A precision plug-in for ``Trainer(plugins=...)``; otherwise as :func:`fabric_precision`."""
-    made: TrainerPrecision = _trainer_class()(require_plan(plan, "trainer_precision"), scaler)
+    plan = require_plan(plan, "trainer_precision")
+    made: TrainerPrecision = _trainer_class()(plan, scaler)
     return made
 
 
