@@ -94,12 +94,18 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
     squares: list[Tensor] = []
     if norm_type == 2.0:
         squares, grads = _grads.squares_of_large(grads)
-    norm = torch.nn.utils.get_total_norm(grads, norm_type)
-    if squares:
-        norms = [square.sqrt() for square in squares]
-        whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(squares[0].device), *norms]))
-    else:
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    kinds: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault(_grads.kind_of(grad), []).append(grad)
+    norms = [square.sqrt() for square in squares]
+    for alike in kinds.values() if kinds or squares else [[]]:
+        norm = torch.nn.utils.get_total_norm(alike, norm_type)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if len(norms) == 1:
+        return norms[0]
+    whole: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
     return whole
 
 

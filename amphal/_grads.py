@@ -35,7 +35,7 @@ __all__ = [
 _LARGE = 1 << 15
 """From how many elements on a dot product is cheaper than the kernel, its overhead included."""
 
-Groups = dict[tuple[torch.device, torch.dtype, type], list[Tensor]]
+Groups = dict[tuple[torch.device, torch.dtype, Any], list[Tensor]]
 
 
 def float32(value: float) -> float:
@@ -54,7 +54,7 @@ def host_value(scalar: Tensor) -> float | None:
 
 
 def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
-    """The gradients by device, dtype and tensor class: strided real tensors that share memory.
+    """The gradients by device, dtype and kind: strided real tensors that share memory.
 
     A sparse gradient gives its values, coalesced first if ``coalesce``; a complex one its parts.
     """
@@ -76,11 +76,21 @@ def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
             if coalesce and grad.is_sparse and not grad.is_coalesced():
                 grad = param.grad = grad.coalesce()
             grad = grad._values() if grad.is_sparse else grad.values()
-        groups.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
+        groups.setdefault((grad.device, grad.dtype, kind_of(grad)), []).append(grad)
     for key in [key for key in groups if key[1].is_complex]:
         real = [torch.view_as_real(grad) for grad in groups.pop(key)]
         groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
     return groups
+
+
+def kind_of(grad: Tensor) -> Any:
+    """``Tensor`` for a plain one; for a DTensor also how it lies on its mesh.
+
+    torch's kernels over several DTensors ask the first one how all of them lie.
+    """
+    if type(grad) is Tensor or not hasattr(grad, "placements"):
+        return type(grad)
+    return type(grad), grad.device_mesh, grad.placements  # type: ignore[attr-defined]
 
 
 def params_of(optimizer: Any) -> list[Tensor]:

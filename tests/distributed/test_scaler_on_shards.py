@@ -44,12 +44,7 @@ def step_of(placements: list[Placement], poisoned: int, group: bool) -> tuple[bo
         ([Shard(0)], 0, False),
         ([Shard(0), Replicate()], 0, False),
         ([Replicate(), Shard(0)], 1, True),
-        pytest.param(
-            [Replicate(), Shard(0)],
-            1,
-            False,
-            marks=pytest.mark.xfail(reason="torch's kernel asks the first gradient's placements"),
-        ),
+        ([Replicate(), Shard(0)], 1, False),
     ],
 )
 def test_one_rank_has_an_inf(
@@ -73,10 +68,6 @@ def clip_mixed() -> float:
     return float(norm)
 
 
-@pytest.mark.xfail(
-    reason="torch's norm over gradients refuses DTensors beside plain tensors",
-    raises=AssertionError,
-)
 def test_clips_sharded_and_plain_gradients_together(two_ranks: Ranks) -> None:
     """A DTensor beside a plain tensor, as tensor parallelism leaves a norm layer: one norm."""
     assert two_ranks(clip_mixed) == pytest.approx([8**0.5] * 2)

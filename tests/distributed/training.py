@@ -99,8 +99,7 @@ def made(
         plan = amphal.detect(precision="fp16")
     net = spread(kind, plan)
     shared = dist.group.WORLD if group else None
-    # Overflows are planted often, so the scale must grow again soon, and not to where real ones
-    # are.
+    # Overflows are planted often: the scale must grow again soon, and not to where real ones are.
     scaler = amphal.GradScaler(
         plan, START, growth_interval=4, max_scale=START, process_group=shared
     )
