@@ -369,4 +369,5 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         translator = convert.InstructionTranslator.current_tx()
     except AttributeError:  # it traces nothing
         return
-    translator.output.add_cleanup_hook(callback)
+    if translator is not None:  # nor here, in torch 2.9 and before
+        translator.output.add_cleanup_hook(callback)
