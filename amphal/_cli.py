@@ -65,9 +65,8 @@ def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("backend", "from", "priority", "here", "hardware", "precision", "scaler")
-    for column in table.columns:
-        column.overflow = "fold"
+    table = Table("backend", "here", "hardware", "precision", "scaler", "from")
+    reasons = []
     for row in _rows():
         found = row["plan"]
         cells = (
@@ -75,13 +74,15 @@ def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
             if found is None
             else (found["hardware"]["name"], found["dtype"], "on" if found["use_scaler"] else "off")
         )
-        here = "yes" if row["available"] else "no"
-        here += f": {row['reason']}" if row["reason"] else ""
-        priority = "" if row["priority"] is None else str(row["priority"])
         # Text, because what a driver or a plug-in says is no markup.
-        table.add_row(*(Text(c) for c in (row["name"], row["source"], priority, here, *cells)))
+        here = "yes" if row["available"] else "no"
+        table.add_row(*(Text(c) for c in (row["name"], here, *cells, row["source"])))
+        if row["reason"] and row["reason"] != error:
+            reasons.append(f"{row['name']}: {row['reason']}")
     console = Console(soft_wrap=False)
     console.print(table)
+    for reason in reasons:
+        console.print(Text(reason))
     if plan is not None:
         console.print(Text(plan.explain()))
     for note in notes:

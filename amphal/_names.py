@@ -63,6 +63,9 @@ def named_precision(precision: object, what: str = "dtype") -> torch.dtype:
         UnsupportedPrecisionError: a string or dtype that is no precision of autocast.
     """
     auto = "" if what.endswith("dtype") or what == "cast_inputs" else "'auto', "
+    dtypes = (
+        "" if what.isupper() else " or one of those three torch dtypes"
+    )  # no dtype in a variable
     if isinstance(precision, str):
         if precision.lower() in PRECISIONS:
             return PRECISIONS[precision.lower()]
@@ -71,11 +74,10 @@ def named_precision(precision: object, what: str = "dtype") -> torch.dtype:
             return precision
     else:
         raise ArgumentTypeError(
-            f"{what} must be {auto}'bf16', 'fp16', 'fp32' or one of those three torch dtypes, "
+            f"{what} must be {auto}'bf16', 'fp16', 'fp32'{dtypes}, "
             f"got {type(precision).__name__} ({precision!r})"
         )
     hint = did_you_mean(str(precision), PRECISIONS)
     raise UnsupportedPrecisionError(
-        f"{what} must be {auto}'bf16', 'fp16', 'fp32' or one of those three torch dtypes, "
-        f"got {precision!r}.{hint}"
+        f"{what} must be {auto}'bf16', 'fp16', 'fp32'{dtypes}, got {precision!r}.{hint}"
     )

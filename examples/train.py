@@ -59,6 +59,12 @@ class Run:
     stopped: bool = False  # by Ctrl-C
 
 
+def interpreter() -> str:
+    """The Python that runs this, as it can be pasted in this folder."""
+    here = os.path.relpath(sys.executable)
+    return sys.executable if here.startswith("..") else here
+
+
 def new_run(args: argparse.Namespace, plan: amphal.Plan, scaled: bool | None, group: Group) -> Run:
     torch.manual_seed(args.seed)
     model = GPT(args.width, args.layers, args.context).to(plan.device)
@@ -344,11 +350,15 @@ def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Gr
     if group.rank:  # the others train along, and only the first one speaks
         sys.stdout = io.StringIO()
     print(plan.explain(), flush=True)
+    if run.scaler.is_enabled() is not plan.use_scaler:
+        print(f"--scaler {args.scaler}: the plan's scaler is overruled", flush=True)
     train(run, training, held_out)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if run.step < args.steps:
         why = "interrupted" if run.stopped else f"the {args.minutes:g} minutes are over"
-        print(f"{why}; go on with: python examples/train.py --resume {checkpoint_path(args)}")
+        print(
+            f"{why}; go on with: {interpreter()} examples/train.py --resume {checkpoint_path(args)}"
+        )
     if run.stopped:
         sys.exit(130)
     if group.rank == 0:
