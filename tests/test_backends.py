@@ -6,6 +6,7 @@ import dataclasses
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -88,7 +89,7 @@ def test_importing_the_backends_imports_no_vendor_module_and_touches_no_device()
         "assert not bad, bad; "
         "assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tempfile.gettempdir())
 
 
 @pytest.mark.parametrize("name", ["h100", "mi300x", "arc-b580", "m5-macos26", "epyc-zen4"])

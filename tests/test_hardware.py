@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from importlib import resources
 
 import pytest
@@ -224,4 +225,4 @@ def test_importing_amphal_does_not_read_the_table() -> None:
         "import amphal, sys; from amphal._hardware import known_hardware as k; "
         "assert k.cache_info().currsize == 0; assert 'amphal.data' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tempfile.gettempdir())

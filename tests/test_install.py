@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 
@@ -113,7 +114,8 @@ TOY = """
 def test_a_device_in_pure_python_gets_its_declared_lists() -> None:
     """Forward, backward and a scaler's step run on it as by hand; before, autocast raised."""
     code = textwrap.dedent(TOY)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command, elsewhere = [sys.executable, "-c", code], tempfile.gettempdir()
+    result = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere)
     assert "cast as declared" in result.stdout, result.stdout + result.stderr
 
 

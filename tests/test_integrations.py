@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,8 @@ def test_importing_them_imports_no_framework() -> None:
     code = "; ".join(f"import amphal.integrations.{name}" for name in names)
     code += "; import sys; print([n for n in ('accelerate', 'deepspeed', 'lightning', "
     code += "'transformers', 'torch.distributed.fsdp') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command, elsewhere = [sys.executable, "-c", code], tempfile.gettempdir()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=elsewhere)
     assert done.stdout == "[]\n"
 
 
