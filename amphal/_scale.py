@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _grad_names, _grads, _scaler_state
 from . import _scaler_rules as rules
@@ -40,7 +41,10 @@ class Scale(torch.amp.GradScaler):
     def _start(self) -> None:
         """What an iteration boundary looks like; also after unpickling."""
         self._history = History()
-        self._outcomes: weakref.WeakKeyDictionary[Any, StepOutcome] = weakref.WeakKeyDictionary()
+        # By identity: an optimizer, or what wraps one, need not be hashable.
+        self._outcomes: MutableMapping[Any, StepOutcome] = WeakIdKeyDictionary()
+        # The gradients that the latest step with a closure left behind, and their versions.
+        self._spent: MutableMapping[Any, list[tuple[Any, int]]] = WeakIdKeyDictionary()
         self._kept_state: dict[str, Any] = {}
         self._hysteresis_spent: Any = 0.0  # a float32 scalar on the scale's device once it counts
         self._scale_calls = self._calls_at_update = 0
