@@ -51,21 +51,26 @@ def clip(
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
     if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not float(max_norm) >= 0:
-        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
-        order = float(norm_type)
+        limit, order = float(max_norm), float(norm_type)
+    except OverflowError:
+        raise ScalerArgumentError(
+            "max_norm and norm_type must be numbers that a float holds, or inf; "
+            "got an int beyond 1e308"
+        ) from None
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             f"norm_type must be a number of more than 0, or inf, got {norm_type!r}"
         ) from None
+    if not limit >= 0:
+        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     if not order > 0:
         raise ScalerArgumentError(f"norm_type must be more than 0, or inf, got {norm_type!r}")
     if not isinstance(error_if_nonfinite, bool):
         raise ArgumentTypeError(
             f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}"
         )
-    return float(max_norm), order
+    return limit, order
 
 
 def _parameters(what: Any) -> list[Tensor]:

@@ -74,6 +74,7 @@ def step(
     except BaseException:
         before.restore()
         _remember(scaler, optimizer)
+        scaler._forget_untouched()
         raise
     return _finish(scaler, optimizer, evaluate, result, skipped=False)
 
@@ -124,7 +125,9 @@ class _Evaluation:
         if self._scaler._scale_calls == self._scaler._calls_at_update:
             return False
         grads = [p.grad for p in _grads.params_of(self._optimizer) if p.grad is not None]
-        spent = {id(old()): version for old, version in self._scaler._spent.get(self._optimizer, [])}
+        spent = {
+            id(old()): version for old, version in self._scaler._spent.get(self._optimizer, [])
+        }
         return any(spent.get(id(grad)) != grad._version for grad in grads)
 
     def found(self, *, keep: bool = False) -> bool:
