@@ -128,6 +128,8 @@ class Stepper(Scale):
         for state in states:
             state["nothing"] = not state["found_inf_per_device"]
         flag = self._agree(states)
+        if veto is not None and self._process_group is not None:
+            veto = self._all_reduce(veto.to(flag.device if flag is not None else veto.device))
         skip = None
         if flag is not None and any(map(needs_host, optimizers)):
             flag, skip = self._ask(states, flag, veto)
@@ -198,6 +200,8 @@ class Stepper(Scale):
         else:
             assert flag is not None
             outcome = StepOutcome(flag if skip is None else skip)
+            if is_fused(optimizer) and (state["stage"] is OptState.READY or "divisor" in state):
+                state["held"] = flag
             if not is_fused(optimizer):
                 result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
             elif not skip:

@@ -367,7 +367,7 @@ def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(scale
 
 
 def test_where_the_host_sees_no_overflow_of_parameters_the_step_is_skipped(monkeypatch):
-    """On a device, where asking would wait, an overflowing 2-norm skips: no step is taken with 0."""
+    """On a device, where asking would wait, an overflowing 2-norm skips; no step with 0."""
     monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
     param, optimizer = problem(kind=torch.optim.SGD)
     scaler = scaler_of(init_scale=2.0**100)
