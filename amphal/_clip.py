@@ -51,21 +51,26 @@ def clip(
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
     if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
         raise ArgumentTypeError(f"max_norm must be a number of 0 or more, got {max_norm!r}")
-    if not float(max_norm) >= 0:
-        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     try:
-        order = float(norm_type)
+        limit, order = float(max_norm), float(norm_type)
+    except OverflowError:
+        raise ScalerArgumentError(
+            "max_norm and norm_type must be numbers that a float holds, or inf; "
+            "got an int beyond 1e308"
+        ) from None
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             f"norm_type must be a number of more than 0, or inf, got {norm_type!r}"
         ) from None
+    if not limit >= 0:
+        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     if not order > 0:
         raise ScalerArgumentError(f"norm_type must be more than 0, or inf, got {norm_type!r}")
     if not isinstance(error_if_nonfinite, bool):
         raise ArgumentTypeError(
             f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}"
         )
-    return float(max_norm), order
+    return limit, order
 
 
 def _parameters(what: Any) -> list[Tensor]:
@@ -101,12 +106,34 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
     for alike in kinds.values() if kinds or squares else [[]]:
         norm = torch.nn.utils.get_total_norm(alike, norm_type)
         norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return _combined(norms, norm_type)
+
+
+def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
     if len(norms) == 1:
         return norms[0]
     whole: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )
     return whole
+
+
+def unscaled_norm(params: Iterable[Tensor], inverse: Tensor, norm_type: float) -> Tensor:
+    """What :func:`total_norm` would give after unscaling, with the gradients as they are.
+
+    For where the norm of the scaled gradients may not fit. Copies one gradient at a time.
+    """
+    norms = []
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse:
+            grad = param.grad = grad.coalesce()
+            grad = grad._values()
+        if grad is not None and grad.numel():
+            copy = grad * inverse.to(grad.device)
+            norm = torch.nn.utils.get_total_norm([copy], norm_type)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return _combined(norms, norm_type) if norms else total_norm((), norm_type)
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
@@ -174,6 +201,9 @@ def _clip_optimizer(
     groups = scaler._gather(optimizer, coalesce=True)
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state["stage"] is OptState.READY and not folds:
+        if error_if_nonfinite:  # first, so that an error leaves the gradients as they were
+            exact = unscaled_norm(params, scale.reciprocal(), norm_type)
+            _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
     if state["stage"] is OptState.UNSCALED:
         return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
@@ -181,19 +211,21 @@ def _clip_optimizer(
     scaled = total_norm(params, norm_type)
     inverse = scale.reciprocal().to(scaled.device)
     total = (scaled * inverse).to(scaled.dtype)
-    if error_if_nonfinite:
-        _refuse_nonfinite(scaler, total, norm_type, params)
     coefficient = _coefficient(total, max_norm)
-    flag = _grads.nonfinite_flag(total)
-    if _grads.host_value(flag):
-        # The host sees this flag without waiting, so the exact check need not be put off.
+    fused = is_fused(optimizer)
+    divisor = (scale.to(scaled.device) / coefficient).to(torch.float32) if fused else coefficient
+    if _overflowed(total, ask=error_if_nonfinite) or (fused and _overflowed(divisor, ask=False)):
+        # The host knows it without waiting any more, so the exact check need not be put off.
+        if error_if_nonfinite:
+            exact = unscaled_norm(params, inverse, norm_type)
+            _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
-        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+        return _clip_unscaled(scaler, params, max_norm, norm_type, False)
+    flag = _grads.nonfinite_flag(total)
     state["found_inf_per_device"] = {flag.device: flag}
     state["stage"] = OptState.UNSCALED
-    if is_fused(optimizer):
-        divisor = scale.to(scaled.device) / coefficient
-        state["divisor"] = divisor.to(torch.float32)
+    if fused:
+        state["divisor"] = divisor
         return total
     # After an overflow the gradients stay as they are, for the exact check before the step.
     factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
@@ -225,17 +257,31 @@ def _clip_params(
     """Clip parameters that came without their optimizer: scaled or not, they stay as they are."""
     if not _are_scaled(scaler, params):
         return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
-    scaled = total_norm(params, norm_type)
-    total = (scaled * scale.reciprocal().to(scaled.device)).to(scaled.dtype)
+    inverse = scale.reciprocal()
+    exact = not _can_fold(scaler, max_norm, norm_type)
+    if not exact:
+        scaled = total_norm(params, norm_type)
+        total = (scaled * inverse.to(scaled.device)).to(scaled.dtype)
+        exact = _overflowed(total, ask=error_if_nonfinite)
+    if exact:
+        total = unscaled_norm(params, inverse, norm_type)
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
-    # A coefficient of 0 turns inf into NaN, so what was not finite is still found by the step.
-    _multiply(_grads.gather(params), _coefficient(total, max_norm))
+    # NaN where the norm is not finite, and not 0: then the step is skipped, never taken with 0.
+    coefficient = _coefficient(total, max_norm)
+    coefficient = torch.where(total.isfinite(), coefficient, torch.full_like(total, math.nan))
+    _multiply(_grads.gather(params), coefficient)
     return total
 
 
+def _overflowed(total: Tensor, *, ask: bool) -> bool:
+    """Whether this norm is not finite, where the host sees it or may ``ask`` the device."""
+    seen = _grads.host_value(_grads.nonfinite_flag(total))
+    return bool(seen) if seen is not None or not ask else not bool(total.isfinite())
+
+
 def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
-    ids = {id(param) for param in params}
+    ids = {id(param) for param in params if param.grad is not None}
     unscaled: set[int] = set()
     for state in scaler._per_optimizer_states.values():
         if state["stage"] is OptState.READY or "optimizer" not in state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +10,38 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from . import _grads
 from ._outcome import StepOutcome
 from .errors import MissingCallError
 
 if TYPE_CHECKING:
     from ._scaler import GradScaler
 
-__all__ = ["step"]
+__all__ = ["fresh_casts", "replaced", "step"]
 
 
 class _Overflow(BaseException):
     """Leaves an optimizer's step from inside its closure; no ``except Exception`` stops it."""
+
+
+def fresh_casts(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """``closure`` with autocast's casts forgotten first: the optimizer has moved the weights."""
+    from ._stepper import drop_stale_casts
+
+    def evaluate() -> Any:
+        drop_stale_casts()
+        return closure()
+
+    return evaluate
+
+
+def replaced(
+    closure: Any, by: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an optimizer's step with ``by`` in the place of ``closure``."""
+    if args and args[0] is closure:
+        return (by, *args[1:]), kwargs
+    return args, {**kwargs, "closure": by}
 
 
 def step(
@@ -36,27 +58,31 @@ def step(
     if state["stage"] is OptState.STEPPED:
         raise out_of_order("step", state)
     evaluate = _Evaluation(scaler, optimizer, closure)
-    if state["stage"] is OptState.UNSCALED or evaluate.backward_was_called():
+    unscaled = state["stage"] is OptState.UNSCALED
+    if unscaled or evaluate.backward_was_called():
         # A two-pass optimizer starts from gradients that were computed before the step.
         scaler._check_scale_growth_tracker("step")
-        if evaluate.found(keep=state["stage"] is OptState.UNSCALED):
+        if evaluate.found(keep=unscaled):
             return _finish(scaler, optimizer, evaluate, None, skipped=True)
     before = _Snapshot(optimizer)
-    if args and args[0] is closure:
-        args = (evaluate, *args[1:])
-    else:
-        kwargs = {**kwargs, "closure": evaluate}
+    args, kwargs = replaced(closure, evaluate, args, kwargs)
     try:
         result = optimizer.step(*args, **kwargs)
     except _Overflow:
         before.restore()
         return _finish(scaler, optimizer, evaluate, None, skipped=True)
+    except BaseException:
+        before.restore()
+        _remember(scaler, optimizer)
+        scaler._forget_untouched()
+        raise
     return _finish(scaler, optimizer, evaluate, result, skipped=False)
 
 
 def _finish(
     scaler: GradScaler, optimizer: Any, evaluate: _Evaluation, result: Any, *, skipped: bool
 ) -> Any:
+    _remember(scaler, optimizer)
     state = scaler._state_of(optimizer)
     state["stage"], state["found"] = OptState.STEPPED, skipped
     if evaluate.flag is not None:
@@ -66,11 +92,17 @@ def _finish(
     return result
 
 
+def _remember(scaler: GradScaler, optimizer: Any) -> None:
+    """These gradients are spent: the next step must not take them for new ones."""
+    grads = [param.grad for param in _grads.params_of(optimizer) if param.grad is not None]
+    scaler._spent[optimizer] = [(weakref.ref(grad), grad._version) for grad in grads]
+
+
 class _Evaluation:
     """The closure as the optimizer sees it: it leaves unscaled gradients that are finite."""
 
     def __init__(self, scaler: GradScaler, optimizer: Any, closure: Callable[[], Any]) -> None:
-        self._scaler, self._optimizer, self._closure = scaler, optimizer, closure
+        self._scaler, self._optimizer, self._closure = scaler, optimizer, fresh_casts(closure)
         self.flag: Tensor | None = None
 
     def __call__(self) -> Any:
@@ -86,8 +118,17 @@ class _Evaluation:
         return loss
 
     def backward_was_called(self) -> bool:
-        """Whether gradients of this iteration were there before the step."""
-        return self._scaler._scale_calls > self._scaler._calls_at_update
+        """Whether gradients of this iteration were there before the step.
+
+        Another optimizer's loss may have been scaled in it; then these are an earlier step's.
+        """
+        if self._scaler._scale_calls == self._scaler._calls_at_update:
+            return False
+        grads = [p.grad for p in _grads.params_of(self._optimizer) if p.grad is not None]
+        spent = {
+            id(old()): version for old, version in self._scaler._spent.get(self._optimizer, [])
+        }
+        return any(spent.get(id(grad)) != grad._version for grad in grads)
 
     def found(self, *, keep: bool = False) -> bool:
         """Unscale and check the gradients that are there now: one host sync."""
@@ -129,6 +170,8 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
     return value

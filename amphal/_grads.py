@@ -78,7 +78,10 @@ def gather(params: list[Tensor], *, coalesce: bool = False) -> Groups:
             grad = grad._values() if grad.is_sparse else grad.values()
         groups.setdefault((grad.device, grad.dtype, kind_of(grad)), []).append(grad)
     for key in [key for key in groups if key[1].is_complex]:
-        real = [torch.view_as_real(grad) for grad in groups.pop(key)]
+        # A gradient may be conjugated lazily; undoing that shares its memory, and a real factor
+        # and a check treat both alike.
+        alike = [grad.conj() if grad.is_conj() else grad for grad in groups.pop(key)]
+        real = [torch.view_as_real(grad) for grad in alike]
         groups.setdefault((key[0], real[0].dtype, key[2]), []).extend(real)
     return groups
 
@@ -111,12 +114,17 @@ def nonfinite_flag(values: Tensor) -> Tensor:
 
 def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
     """The flags of several devices as one on ``device``; None if there are none."""
-    unique = list({id(flag): flag for flag in flags}.values())
-    if not unique:
+    here: list[Tensor] = []
+    seen: list[Tensor] = []
+    for flag in flags:  # a plain loop, which torch.compile can trace
+        if not any(flag is other for other in seen):
+            seen.append(flag)
+            here.append(flag.to(device, non_blocking=True))
+    if not here:
         return None
-    if len(unique) == 1:
-        return unique[0].to(device, non_blocking=True)
-    return torch.stack([flag.reshape(()).to(device, non_blocking=True) for flag in unique]).amax()
+    if len(here) == 1:
+        return here[0]
+    return torch.stack([flag.reshape(()) for flag in here]).amax()
 
 
 def _extremes(grads: list[Tensor]) -> Tensor | None:

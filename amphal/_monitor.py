@@ -77,19 +77,52 @@ def _median(values: Tensor) -> Tensor:
     return values.sort().values.gather(0, middle).reshape(())
 
 
-def _carried_scale(scaler: torch.amp.GradScaler, params: list[Tensor]) -> Tensor | None:
-    """The scale that these gradients carry now; None after they were unscaled."""
-    if not scaler.is_enabled():
+def _unscaled_norm(
+    scaler: torch.amp.GradScaler | None, watched: Any, params: list[Tensor]
+) -> Tensor:
+    """The 2-norm without the scale, which some of these gradients may carry and others not."""
+    scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+    if scaler is None or scale is None:
+        return total_norm(params, 2.0).to(torch.float32)
+    rest = {id(param): param for param in params}
+    norms = []
+    for key, state in scaler._per_optimizer_states.items():
+        owner = state.get("optimizer", watched if key == id(watched) else None)
+        if owner is not None:
+            own = [rest.pop(id(p)) for p in _grads.params_of(owner) if id(p) in rest]
+            norms.append(_norm_over(own, _carried_scale(state, scale)))
+        elif state["stage"] is not OptState.READY and not hasattr(watched, "param_groups"):
+            raise ArgumentError(
+                "observe(scaler) cannot tell which gradients of a module are unscaled: "
+                f"{type(scaler).__name__} does not say whose optimizer was unscaled or stepped. "
+                "Watch the optimizer (GradMonitor(optimizer)), observe before unscale_(), "
+                "leave scaler= out after it, or use amphal.GradScaler"
+            )
+    norms.append(_norm_over(list(rest.values()), scale))
+    known = [norm for norm in norms if norm is not None]
+    if len(known) < 2:
+        return known[0] if known else total_norm(params, 2.0).to(torch.float32)
+    together = torch.stack([norm.to(known[0].device) for norm in known])
+    whole: Tensor = torch.linalg.vector_norm(together)
+    return whole
+
+
+def _norm_over(params: list[Tensor], scale: Tensor | None) -> Tensor | None:
+    """The 2-norm divided by ``scale``; None without any gradient."""
+    if all(param.grad is None for param in params):
         return None
-    ids = {id(param) for param in params}
-    for state in scaler._per_optimizer_states.values():
-        owner = state.get("optimizer")
-        concerns = owner is None or any(
-            id(param) in ids for group in owner.param_groups for param in group["params"]
-        )
-        if concerns and state["stage"] is not OptState.READY and "divisor" not in state:
-            return None
-    return scaler._get_scale_async()
+    norm = total_norm(params, 2.0).to(torch.float32)
+    return norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
+
+
+def _carried_scale(state: dict[str, Any], scale: Tensor) -> Tensor | None:
+    """The scale that the gradients of one optimizer carry now; None if they are unscaled."""
+    if state["stage"] is OptState.READY:
+        return scale
+    if state["stage"] is OptState.UNSCALED:
+        return scale if "divisor" in state else None
+    held: Tensor | None = state.get("held")  # a fused optimizer that skips does not unscale
+    return None if held is None else torch.where(held != 0, scale.to(held.device), 1.0)
 
 
 class GradMonitor:
@@ -163,11 +196,7 @@ class GradMonitor:
                 the gradients are not read again.
         """
         if norm is None:
-            params = self._params()
-            norm = total_norm(params, 2.0).to(torch.float32)
-            scale = None if scaler is None else _carried_scale(scaler, params)
-            if scale is not None:
-                norm = norm / scale.to(norm.device, non_blocking=True)
+            norm = _unscaled_norm(scaler, self._watched, self._params())
         elif not isinstance(norm, Tensor) or norm.numel() != 1:
             raise ArgumentTypeError(f"norm must be a tensor of one element, got {norm!r}")
         logs, counts = self._buffers(norm.device)
@@ -182,14 +211,15 @@ class GradMonitor:
         usable = (bad == 0) & (norm > 0)
         here = torch.arange(self._window, device=logs.device) == counts[0] % self._window
         logs.copy_(torch.where(here & usable, log, logs))
-        counts += torch.stack([usable.to(torch.float32), bad, spike, torch.zeros_like(bad)])
+        seen = torch.stack([usable.to(torch.float32), bad, spike, torch.zeros_like(bad)])
+        counts += seen.to(torch.int64)
         self._last = GradHealth(torch.stack([norm, bad, spike, median.exp()]))
         return self._last
 
     def _buffers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._logs is None or self._counts is None:
-            self._logs = torch.full((self._window,), math.nan, device=device)
-            self._counts = torch.zeros(4, device=device)
+            self._logs = torch.full((self._window,), math.nan, dtype=torch.float32, device=device)
+            self._counts = torch.zeros(4, dtype=torch.int64, device=device)
         return self._logs, self._counts
 
     def step(
@@ -226,7 +256,7 @@ class GradMonitor:
             if scaler is not None and self._outcome is not None:
                 scaler._finish_step(optimizer, self._outcome)
         if veto is not None:
-            self._counts[3] += veto
+            self._counts[3] += veto.to(torch.int64)
         drop_stale_casts()
         return result
 

@@ -12,8 +12,8 @@ __all__ = ["AT_FLOOR", "UNREAD_LIMIT", "History", "StepOutcome"]
 UNREAD_LIMIT = 64
 """How many iterations may pass before the host reads what came of them."""
 
-AT_FLOOR = 2.0
-"""A record of an iteration: 0.0 stepped, 1.0 overflowed, 2.0 overflowed at the scale's floor."""
+AT_FLOOR = -1.0
+"""A record of an iteration: 0 stepped, positive overflowed, negative overflowed at the floor."""
 
 
 class StepOutcome:
@@ -67,6 +67,7 @@ class History:
         self.consecutive = 0
         self.collapse: str | None = None
         self._unread: list[float | Tensor] = []
+        self._untold: list[int] = []
 
     def reset(self, steps: int, skipped: int, consecutive: int) -> None:
         """Start from these counts."""
@@ -86,15 +87,12 @@ class History:
         """Whether reading needs no transfer from the device."""
         return all(isinstance(record, float) for record in self._unread)
 
-    def read(
-        self, limit: int | None, extra: Tensor | None, on_skip: Callable[[int], object] | None
-    ) -> float | None:
+    def read(self, limit: int | None, extra: Tensor | None) -> float | None:
         """Count every record; one transfer at most, none if all records are numbers.
 
         Args:
             limit: the most overflows in a row, or None to stop at the first one at the floor.
             extra: a scalar tensor to fetch in the same transfer (the scale).
-            on_skip: called with the number of each iteration that was skipped.
 
         Returns:
             The value of ``extra`` if there was a transfer.
@@ -109,24 +107,27 @@ class History:
             value = fetched[-1] if extra is not None else None
             numbers = iter(fetched)
             records = [next(numbers) if isinstance(r, Tensor) else r for r in records]
-        skips = []
         for record in records:
             if record:
-                skips.append(self.steps + self.skipped)
+                self._untold.append(self.steps + self.skipped)
                 self.skipped += 1
                 self.consecutive += 1
                 self._judge(record, limit)
             else:
                 self.steps += 1
                 self.consecutive = 0
-        if on_skip is not None:
-            for iteration in skips:
-                on_skip(iteration)
         return value
+
+    def tell(self, on_skip: Callable[[int], object] | None) -> None:
+        """Call ``on_skip`` with the number of each skipped iteration read since; it may raise."""
+        while self._untold:
+            iteration = self._untold.pop(0)
+            if on_skip is not None:
+                on_skip(iteration)
 
     def _judge(self, record: object, limit: int | None) -> None:
         if limit is None:
-            if record == AT_FLOOR:
+            if isinstance(record, float) and record < 0:
                 self.collapse = "the scale is at its floor and the gradients still overflow"
         elif self.consecutive > limit:
             self.collapse = (

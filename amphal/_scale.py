@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _grad_names, _grads, _scaler_state
 from . import _scaler_rules as rules
@@ -40,7 +41,10 @@ class Scale(torch.amp.GradScaler):
     def _start(self) -> None:
         """What an iteration boundary looks like; also after unpickling."""
         self._history = History()
-        self._outcomes: weakref.WeakKeyDictionary[Any, StepOutcome] = weakref.WeakKeyDictionary()
+        # By identity: an optimizer, or what wraps one, need not be hashable.
+        self._outcomes: MutableMapping[Any, StepOutcome] = WeakIdKeyDictionary()
+        # The gradients that the latest step with a closure left behind, and their versions.
+        self._spent: MutableMapping[Any, list[tuple[Any, int]]] = WeakIdKeyDictionary()
         self._kept_state: dict[str, Any] = {}
         self._hysteresis_spent: Any = 0.0  # a float32 scalar on the scale's device once it counts
         self._scale_calls = self._calls_at_update = 0
@@ -133,18 +137,24 @@ class Scale(torch.amp.GradScaler):
         states = self._per_optimizer_states
         if new_scale is not None:
             value = _scaler_state.new_scale(self, new_scale, scale)
+            flag, found = _evidence(list(states.values()), scale.device)
             scale.fill_(value)
             self._note_scale(_grads.float32(value))
+            if flag is not None:
+                self._history.append(flag if found is None else float(found))
+                self._read_if_due(found)
         else:
             self._advance(scale, tracker, list(states.values()))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._calls_at_update = self._scale_calls
-        if self._history.collapse is not None:
-            raise self._collapse_error(states.values())
+        try:
+            self._history.tell(self._on_skip)  # last: a hook that raises finds the iteration ended
+        finally:
+            if self._history.collapse is not None:
+                raise self._collapse_error(states.values())
 
     def _advance(self, scale: Tensor, tracker: Tensor, states: list[State]) -> None:
-        flags = [f for state in states for f in state["found_inf_per_device"].values()]
-        flag = _grads.any_flag(flags, scale.device)
+        flag, found = _evidence(states, scale.device)
         if flag is None:
             if not any(state["stage"] is not OptState.READY for state in states):
                 raise MissingCallError(
@@ -152,14 +162,12 @@ class Scale(torch.amp.GradScaler):
                     "update: call scaler.step(optimizer) first"
                 )
             return  # no gradient anywhere: no evidence for either direction
-        known = {state.get("found") for state in states if state["found_inf_per_device"]}
-        found = True if True in known else None if None in known else False
         lower = self._lower_bound()
         record: float | Tensor = flag if found is None else float(found)
         if found is not False and lower <= self._min_scale:  # then it may be at the floor
             at_floor = ~(scale > self._min_scale)
             if found is None:
-                record = flag * (1 + at_floor.to(flag.dtype))
+                record = flag * (1 - 2 * at_floor.to(flag.dtype))
             elif at_floor.item():
                 record = AT_FLOOR
         self._move_scale(scale, tracker, flag)
@@ -174,8 +182,12 @@ class Scale(torch.amp.GradScaler):
             if found and lower < 1.0:
                 # Rare, and the host has waited in this iteration anyway: know the scale again.
                 self._note_scale(scale.item())
-            if self._history.known or len(self._history) >= UNREAD_LIMIT:
-                self._read_history()
+            self._read_if_due(found)
+
+    def _read_if_due(self, found: bool | None) -> None:
+        due = len(self._history) >= UNREAD_LIMIT
+        if due or (found is not None and self._history.known):
+            self._count_history()
 
     def _move_scale(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
         move = torch._amp_update_scale_ if self._native else _grads.update_scale_
@@ -191,7 +203,11 @@ class Scale(torch.amp.GradScaler):
             self._hysteresis_spent = torch.where(grew, torch.zeros_like(flag), spent.to(flag.dtype))
 
     def _read_history(self) -> None:
-        value = self._history.read(self._max_consecutive_skips, self._scale, self._on_skip)
+        self._count_history()
+        self._history.tell(self._on_skip)
+
+    def _count_history(self) -> None:
+        value = self._history.read(self._max_consecutive_skips, self._scale)
         if value is not None:
             self._note_scale(value)
 
@@ -251,3 +267,12 @@ class Scale(torch.amp.GradScaler):
         self._init_growth_tracker = min(self._init_growth_tracker, new_interval - 1)
         if self._growth_tracker is not None:
             self._growth_tracker.clamp_(max=new_interval - 1)
+
+
+def _evidence(states: list[State], device: torch.device) -> tuple[Tensor | None, bool | None]:
+    """The flag of this iteration, and what the host knows of it already."""
+    flags = [f for state in states for f in state["found_inf_per_device"].values()]
+    known = {state.get("found") for state in states if state["found_inf_per_device"]}
+    return _grads.any_flag(
+        flags, device
+    ), True if True in known else None if None in known else False

@@ -174,11 +174,14 @@ class GradScaler(Stepper):
             ArgumentError: the parameters are float16; the message names them.
         """
         rules.optimizer(optimizer)
+        closure = kwargs.get("closure", args[0] if args else None)
         if not self._enabled:
+            if callable(closure):
+                fresh = _closure.fresh_casts(closure)
+                args, kwargs = _closure.replaced(closure, fresh, args, kwargs)
             result = optimizer.step(*args, **kwargs)
             self._finish_step(optimizer, StepOutcome(False))
             return result
-        closure = kwargs.get("closure", args[0] if args else None)
         if callable(closure):
             return _closure.step(self, optimizer, closure, args, kwargs)
         return self._step_together([optimizer], args, kwargs)[0]

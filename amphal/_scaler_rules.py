@@ -49,9 +49,13 @@ def number(name: str, value: object, above: float, below: float, rule: str) -> f
         raise ArgumentTypeError(
             f"{name} must be a number, {rule}, got {type(value).__name__} ({value!r})"
         )
-    if not above < float(value) < below:
+    try:
+        given = float(value)
+    except OverflowError:  # an int beyond float's range, too long to be shown
+        raise ScalerArgumentError(f"{name} must be {rule}, got an int beyond 1e308") from None
+    if not above < given < below:
         raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
-    return float(value)
+    return given
 
 
 def growth_factor(value: object) -> float:

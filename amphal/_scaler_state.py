@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -80,6 +79,7 @@ def load(scaler: GradScaler, state: Any) -> None:
     if not scaler._enabled:
         scaler._kept_state = dict(state)
         return
+    scaler._count_history()  # on_skip still learns of what was not read yet
     scale, growth, backoff, interval, tracker = values
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._growth_factor, scaler._backoff_factor = growth, backoff
@@ -90,6 +90,7 @@ def load(scaler: GradScaler, state: Any) -> None:
         scaler._note_scale(_grads.float32(scale))
     scaler._history.reset(*counters[:3])
     scaler._hysteresis_spent = float(counters[3])
+    scaler._history.tell(scaler._on_skip)
 
 
 def _checked(scaler: GradScaler, state: Mapping[str, Any]) -> tuple[float, float, float, int, int]:
@@ -157,7 +158,7 @@ def new_scale(scaler: Scale, value: Any, current: Tensor) -> float:
             "new_scale must be a number or a tensor of one element, "
             f"got {type(value).__name__} ({value!r})"
         )
-    if math.isnan(value):
+    if value != value:
         raise ScalerArgumentError("new_scale must be a number, got nan")
     return rules.scale("new_scale", value, scaler._min_scale, scaler._max_scale)
 
@@ -178,7 +179,7 @@ def freeze(scaler: GradScaler) -> dict[str, Any]:
         history = scaler._history
         state["_counters"] = (history.steps, history.skipped, history.consecutive, 0.0)
     state["_scale"] = state["_growth_tracker"] = state["_model"] = None
-    for name in ("_history", "_outcomes", "_seen", "_lower", "_hysteresis_spent"):
+    for name in ("_history", "_outcomes", "_spent", "_seen", "_lower", "_hysteresis_spent"):
         del state[name]
     if scaler._process_group is not None:
         state["_process_group"] = LOST

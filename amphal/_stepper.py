@@ -30,11 +30,19 @@ class Stepper(Scale):
         state["optimizer"] = optimizer  # also keeps its id from being used again
         return state
 
+    def _forget_untouched(self) -> None:
+        """Before an error: leave no entry of an optimizer to which nothing has happened."""
+        states = self._per_optimizer_states
+        for key, state in list(states.items()):
+            if state["stage"] is OptState.READY and not state["found_inf_per_device"]:
+                del states[key]
+
     def _gather(
         self, optimizer: Any, *, allow_fp16: bool = False, coalesce: bool = False
     ) -> _grads.Groups:
         groups = _grads.gather(_grads.params_of(optimizer), coalesce=coalesce)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
+            self._forget_untouched()
             names = _grad_names.names_of_half(optimizer, self._names())
             raise ArgumentError(
                 "the parameters are float16, so their gradients cannot be unscaled: "
@@ -106,7 +114,11 @@ class Stepper(Scale):
         states = [self._state_of(optimizer) for optimizer in optimizers]
         for state in states:
             if state["stage"] is OptState.STEPPED:
+                self._forget_untouched()
                 raise out_of_order("step", state)
+        if len(optimizers) > 1:
+            for optimizer in optimizers:  # refuse before anything is unscaled
+                self._gather(optimizer)
         for optimizer, state in zip(optimizers, states, strict=True):
             if state["stage"] is OptState.READY and not _takes_scaler(optimizer):
                 if is_fused(optimizer):
@@ -116,6 +128,8 @@ class Stepper(Scale):
         for state in states:
             state["nothing"] = not state["found_inf_per_device"]
         flag = self._agree(states)
+        if veto is not None and self._process_group is not None:
+            veto = self._all_reduce(veto.to(flag.device if flag is not None else veto.device))
         skip = None
         if flag is not None and any(map(needs_host, optimizers)):
             flag, skip = self._ask(states, flag, veto)
@@ -142,7 +156,8 @@ class Stepper(Scale):
         if veto is None:
             found = skip = bool(flag.item())
         else:
-            code = int((flag + 2 * veto.to(flag.device)).item())  # both in one transfer
+            both = (flag != 0) + 2 * (veto.to(flag.device) != 0)
+            code = int(both.item())  # in one transfer
             found, skip = bool(code & 1), bool(code)
         if found and self._process_group is None and any("recheck" in s for s in states):
             exact = _clip.recheck(self, states)
@@ -185,6 +200,8 @@ class Stepper(Scale):
         else:
             assert flag is not None
             outcome = StepOutcome(flag if skip is None else skip)
+            if is_fused(optimizer) and (state["stage"] is OptState.READY or "divisor" in state):
+                state["held"] = flag
             if not is_fused(optimizer):
                 result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
             elif not skip:
@@ -276,6 +293,8 @@ def _takes_scaler(optimizer: Any) -> bool:
     if not is_fused(optimizer):
         return False
     step = getattr(optimizer.step, "__func__", optimizer.step)
+    if torch.compiler.is_compiling():  # which does not trace weak keys
+        return "grad_scaler" in inspect.signature(step).parameters
     try:
         return _signatures[step]
     except (KeyError, TypeError):

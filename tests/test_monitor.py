@@ -212,3 +212,68 @@ def test_asking_too_early_names_the_missing_call():
         _ = monitor.outcome
     assert (monitor.spikes, monitor.nonfinite, monitor.skipped) == (0, 0, 0)
     assert monitor.observe().norm == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("vetoed", [False, True])
+def test_two_optimizers_of_one_model(fused, vetoed):
+    """After the first was stepped, or held back as a spike, the norm is still that of the whole."""
+    a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    first, second = (torch.optim.SGD([p], lr=1e-9, fused=fused) for p in (a, b))
+    scaler = scaler_of()
+    monitor = amphal.GradMonitor(torch.nn.ParameterList([a, b]), skip="spike", warmup=3)
+    if vetoed:
+        for norm in (1.0, 1.1, 0.9):
+            monitor.observe(norm=torch.tensor(norm))
+    scaler.scale((a * 30 + b * 40).sum()).backward()
+    for optimizer in (first, second):
+        monitor.step(optimizer, scaler)
+        assert monitor.last.norm == pytest.approx(50.0)
+        assert scaler.outcome(optimizer).skipped is vetoed
+
+
+def test_torchs_scaler_with_two_optimizers():
+    """A watched optimizer is found by identity; for a module it cannot be told, which is said."""
+    a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    first, second = (torch.optim.SGD([p], lr=1e-9) for p in (a, b))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((a * 2 + b * 3).sum()).backward()
+    module = amphal.GradMonitor(torch.nn.ParameterList([a, b]))
+    assert module.observe(scaler).norm == pytest.approx(math.sqrt(13))
+    scaler.step(first)
+    assert amphal.GradMonitor(second).observe(scaler).norm == 3.0
+    assert amphal.GradMonitor(first).observe(scaler).norm == 2.0
+    with pytest.raises(amphal.ArgumentError, match="Watch the optimizer"):
+        module.observe(scaler)
+
+
+def test_the_default_dtype_does_not_matter():
+    """Counts are integers: bfloat16 would stop at 256."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        monitor = amphal.GradMonitor(torch.nn.Linear(1, 1))
+        for _ in range(300):
+            health = monitor.observe(norm=torch.tensor(math.nan))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert monitor.nonfinite == 300
+    assert health.tensor.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_spike_on_another_rank_skips_here_too(fused, monkeypatch):
+    """The veto goes through the group's agreement (a stand-in for the all-reduce)."""
+    param, optimizer = problem(fused)
+    scaler, reduced = scaler_of(), []
+    scaler._process_group = "a group"
+
+    def all_reduce(flag):
+        reduced.append(float(flag))
+        return flag if len(reduced) == 1 else torch.ones_like(flag)  # the other rank's veto
+
+    monkeypatch.setattr(scaler, "_all_reduce", all_reduce)
+    scaler.scale(param.sum()).backward()
+    amphal.GradMonitor(optimizer, skip="spike").step(optimizer, scaler)
+    assert reduced == [0.0, 0.0]
+    assert scaler.outcome(optimizer).skipped
+    assert torch.equal(param.detach(), torch.ones(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -692,3 +693,113 @@ def test_a_grad_scale_that_the_user_set_is_kept(explicit):
         scaler.step(optimizer)
         results.append(param)
     assert torch.equal(*results)
+
+
+def test_a_hook_that_raises_finds_the_iteration_ended():
+    """The scale has moved, the step may be taken anew, and nothing is counted twice."""
+
+    def hook(iteration):
+        raise RuntimeError("hook")
+
+    param, optimizer = problem()
+    scaler = scaler_of(on_skip=hook)
+    with pytest.raises(RuntimeError, match="hook"):
+        iterate(scaler, param, optimizer, math.inf)
+    assert scaler.get_scale() == 2.0**15
+    iterate(scaler, param, optimizer)
+    assert (scaler.steps, scaler.skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_setting_the_scale_does_not_hide_an_overflow(fused):
+    """update(new_scale) counts the iteration, tells on_skip and heeds the limit."""
+    told = []
+    param, optimizer = problem(fused)
+    scaler = scaler_of(on_skip=told.append, max_consecutive_skips=2)
+    for _ in range(2):
+        backward(scaler, param, math.inf)
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+    assert (scaler.steps, scaler.skipped, scaler.consecutive_skips) == (0, 2, 2)
+    assert told == [0, 1]
+    backward(scaler, param, math.inf)
+    with pytest.raises(amphal.ScaleCollapseError):
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+        scaler.skipped
+        backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_flag_of_two_is_an_overflow_away_from_the_floor():
+    """Flags that a hook has summed up are flags all the same."""
+    param, optimizer = problem()
+    scaler = scaler_of()
+    backward(scaler, param, math.inf)
+    scaler.unscale_(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["found_inf_per_device"] = {k: v * 2 for k, v in state["found_inf_per_device"].items()}
+    scaler.update()
+    assert scaler.skipped == 1
+    iterate(scaler, param, optimizer)
+    assert scaler.steps == 1
+
+
+@pytest.mark.parametrize("call", ["step", "step_all", "unscale_"])
+def test_refused_float16_parameters_leave_nothing_behind(call):
+    """The scaler can be pickled after the error, and no other gradient was unscaled."""
+    param, optimizer = problem()
+    half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    refused = torch.optim.SGD([half], lr=0.1)
+    scaler = scaler_of(init_scale=2.0)
+    scaler.scale(param.sum() + half.float().sum()).backward()
+    what = [optimizer, refused] if call == "step_all" else refused
+    with pytest.raises(amphal.ArgumentError, match="float16"):
+        getattr(scaler, call)(what)
+    assert torch.equal(param.grad, torch.full((3,), 2.0))
+    pickle.dumps(scaler)
+
+
+def test_numbers_beyond_a_float_are_refused():
+    """An int of 400 digits is an error of this package everywhere."""
+    huge = 10**400
+    param, optimizer = problem()
+    scaler = scaler_of()
+    backward(scaler, param)
+    for call in (
+        lambda: scaler_of(init_scale=huge),
+        lambda: scaler_of(growth_factor=huge),
+        lambda: scaler_of(min_scale=huge),
+        lambda: scaler.update(huge),
+        lambda: scaler.clip_grad_norm_(optimizer, huge),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0, huge),
+    ):
+        with pytest.raises(amphal.AmphalError, match="beyond 1e308"):
+            call()
+
+
+def test_an_optimizer_need_not_be_hashable():
+    """Outcomes are kept by identity."""
+
+    class Wrapper:
+        __hash__ = None
+
+        def __init__(self, inner):
+            self.param_groups, self.step = inner.param_groups, inner.step
+
+    param, optimizer = problem()
+    wrapper, scaler = Wrapper(optimizer), scaler_of()
+    iterate(scaler, param, wrapper)
+    assert scaler.outcome(wrapper).stepped
+
+
+def test_loading_a_state_tells_what_was_not_read_yet():
+    """on_skip hears of a fused optimizer's skips before the counters are replaced."""
+    told = []
+    param, optimizer = problem(fused=True)
+    scaler = scaler_of(on_skip=told.append)
+    iterate(scaler, param, optimizer, math.inf)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert told == [0]
+    assert scaler.skipped == 0

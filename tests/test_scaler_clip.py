@@ -10,6 +10,7 @@ from test_scaler import memory, problem, scaler_of  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
+from amphal import _grads
 
 SHAPES = [(3,), (4, 5), (1,), (0,), (2, 3, 2)]
 
@@ -331,3 +332,84 @@ def test_the_norm_of_large_gradients_is_exact_enough(fused, other):
     scaler.step(optimizer)
     step = torch.cat([p.detach().double().flatten() for p in params])
     torch.testing.assert_close(step.norm(), torch.tensor(1e-3).double(), rtol=1e-3, atol=0)
+
+
+def test_frozen_parameters_have_no_say_in_whether_gradients_are_unscaled():
+    """clip_grad_norm_(model.parameters()) after unscale_, with a frozen layer and an unused one."""
+    net = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    scaler = scaler_of()
+    scaler.scale(net[1](net[0](torch.ones(1, 2))).sum()).backward()
+    scaler.unscale_(optimizer)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in net[1].parameters()])
+    assert torch.equal(scaler.clip_grad_norm_(net.parameters(), 1.0), expected)
+
+
+@pytest.mark.parametrize(("scale", "order", "slope"), [(2.0**100, 2.0, 1.0), (2.0**16, 4.0, 1e6)])
+def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(scale, order, slope):
+    """Finite gradients make a real step, also where the scaled norm does not fit into float32."""
+    results = []
+    for kind in (amphal.GradScaler, torch.amp.GradScaler):
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler = kind("cpu", init_scale=scale, enabled=True)
+        scaler.scale((param * slope).sum()).backward()
+        if kind is amphal.GradScaler:
+            norm = scaler.clip_grad_norm_([param], 1.0, order)
+        else:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_([param], 1.0, order)
+        scaler.step(optimizer)
+        results.append((norm, param.grad, param.detach()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_where_the_host_sees_no_overflow_of_parameters_the_step_is_skipped(monkeypatch):
+    """On a device, where asking would wait, an overflowing 2-norm skips; no step with 0."""
+    monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
+    param, optimizer = problem(kind=torch.optim.SGD)
+    scaler = scaler_of(init_scale=2.0**100)
+    scaler.scale(param.sum()).backward()
+    scaler.clip_grad_norm_([param], 1.0)
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).skipped
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_overflow_of_the_scaled_norm_alone_is_no_error(fused, whole, memory):  # noqa: F811
+    """error_if_nonfinite speaks of the unscaled gradients, for an optimizer and for parameters."""
+    param, optimizer = problem(fused, kind=torch.optim.SGD)
+    scaler = scaler_of(init_scale=2.0**100)
+    scaler.scale(param.sum()).backward()
+    what = optimizer if whole else [param]
+    norm = scaler.clip_grad_norm_(what, 1.0, error_if_nonfinite=True)
+    assert float(norm) == pytest.approx(math.sqrt(3))
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 0.1 / math.sqrt(3)))
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_nonfinite_gradient_error_changes_nothing(order, whole, memory):  # noqa: F811
+    """The gradients are as they were, so unscale_ may still be called."""
+    param, optimizer = problem()
+    scaler = scaler_of()
+    scaler.scale((param * torch.tensor([1.0, math.inf, 2.0])).sum()).backward()
+    before = param.grad.clone()
+    with pytest.raises(amphal.NonFiniteGradientError, match=r"group 0, param 0"):
+        scaler.clip_grad_norm_(optimizer if whole else [param], 1.0, order, True)
+    assert torch.equal(param.grad, before)
+    scaler.unscale_(optimizer)
+
+
+def test_a_clipping_too_strong_to_be_folded_is_done_exactly():
+    """scale / clipping beyond float32 would make a fused step of 0."""
+    param, optimizer = problem(fused=True, kind=torch.optim.SGD)
+    scaler = scaler_of()
+    scaler.scale((param * 1e32).sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1e-3, math.inf)
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.grad, torch.full((3,), 1e-3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 
@@ -206,3 +207,95 @@ def test_stepping_twice_with_a_closure_is_an_error():
     scaler.step(ours.optimizer, ours.closure)
     with pytest.raises(amphal.ScalerStateError, match=r"scaler\.update\(\) first"):
         scaler.step(ours.optimizer, ours.closure)
+
+
+@pytest.mark.parametrize("first_is_bad", [True, False])
+def test_gradients_of_an_earlier_step_are_not_taken_for_new_ones(first_is_bad):
+    """After an overflow LBFGS steps again, though another optimizer's loss was scaled before."""
+    other, param = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    sgd = torch.optim.SGD([other], lr=0.1)
+    optimizer = torch.optim.LBFGS([param], max_iter=3)
+    scaler, bad, skipped = scaler_of(), [first_is_bad], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param**2).sum() * (math.inf if bad[0] else 1)
+        scaler.scale(loss).backward()
+        return loss
+
+    for _ in range(3):
+        sgd.zero_grad()
+        scaler.scale((other**2).sum()).backward()
+        scaler.step(sgd)
+        scaler.step(optimizer, closure)
+        skipped.append(scaler.outcome(optimizer).skipped)
+        scaler.update()
+        bad[0] = False
+    assert skipped == [first_is_bad, False, False]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_region_around_the_step_casts_the_weights_anew(enabled):
+    """Evaluations inside an outer region see the weights as the optimizer has moved them."""
+    losses = {}
+    for outer in (True, False):
+        torch.manual_seed(0)
+        net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
+        scaler = amphal.GradScaler("cpu", enabled=enabled)
+        seen = losses[outer] = []
+
+        def closure(net=net, x=x, optimizer=optimizer, scaler=scaler, seen=seen, outer=outer):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=True, cache_enabled=True):
+                loss = net(x).float().square().mean()
+            seen.append(loss.item())
+            scaler.scale(loss).backward()
+            return loss
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            scaler.step(optimizer, closure)
+    assert losses[True] == losses[False]
+    assert len(set(losses[True])) > 1
+
+
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_an_error_inside_a_closure_puts_the_parameters_back(kind):
+    """Whatever is raised passes through, with the parameters and the state as they were."""
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.LBFGS([param], lr=0.1, max_iter=4)
+    scaler, calls = scaler_of(), [0]
+
+    def closure():
+        calls[0] += 1
+        if calls[0] == 3:
+            raise kind
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.raises(kind):
+        scaler.step(optimizer, closure)
+    assert param.tolist() == [1.0, 2.0]
+    assert not optimizer.state
+    scaler.step(optimizer, closure)
+    assert scaler.outcome(optimizer).stepped
+
+
+def test_named_tuples_in_an_optimizers_state_are_copied():
+    """They take their fields one by one."""
+    pair = collections.namedtuple("pair", "a b")
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([param])
+    optimizer.state["x"] = pair(1, torch.ones(1))
+    scaler = scaler_of()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = param.sum() * math.nan
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(optimizer, closure)
+    assert optimizer.state["x"] == pair(1, torch.ones(1))

@@ -292,3 +292,37 @@ def test_large_gradients_are_checked_exactly(bad):
     scaler.update()
     assert scaler.outcome(optimizer).skipped is (bad in (math.inf,) or bad != bad)
     assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
+def test_lazily_conjugated_gradients(call):
+    """A complex gradient with a conj bit is unscaled in place like any other."""
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    grad = torch.tensor([1 + 2j, 3 - 1j, -2j])
+    scaler = scaler_of(init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    param.grad = (grad * 4).conj()
+    assert param.grad.is_conj()
+    if call == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, math.inf)
+    elif call == "unscale_":
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.grad, grad.conj())
+    torch.testing.assert_close(param.detach(), 1 - 0.1 * grad.conj())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("method", ["step", "update"])
+def test_step_and_update_can_be_compiled(fused, method):
+    """torch.compile around a call gives what the call gives."""
+    torch._dynamo.reset()
+    param, optimizer = problem(fused, kind=torch.optim.SGD)
+    scaler = scaler_of()
+    scaler.scale((param * 2.0).sum()).backward()
+    for name, args in (("step", (optimizer,)), ("update", ())):
+        call = getattr(scaler, name)
+        (torch.compile(call, backend="eager") if name == method else call)(*args)
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
+    assert scaler.steps == 1
