@@ -65,7 +65,9 @@ def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> P
         ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
     """
     whole = isinstance(ops, OpLists)
-    table = _whole_table(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    table = _opnames.expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    if whole:
+        table = {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
     content = (device, low, whole, tuple(sorted(table.items())))
     with _lock:
         if content not in _policies:
@@ -87,16 +89,6 @@ def _lists_changed() -> None:
         _policies.clear()
         _effectives.clear()
         _outermost.clear()
-
-
-def _whole_table(lists: OpLists) -> dict[str, str]:
-    if lists.unclassified:
-        raise OpPolicyError(
-            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
-            "give them policies with .replace(...)"
-        )
-    table = {op: policy for op, policy in lists if _opnames.is_defined(op)}
-    return {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
 
 
 class Effective:

@@ -154,9 +154,9 @@ def temporary_names(key: str, held: bool = False) -> frozenset[str]:
     """
     names: set[str] = set()
     for part, owner in list(_there.items()):
-        if owner is None or part is owner._new:
-            if not held or (owner is not None and owner._count > 0):
-                names.update(op for op, k in part.pairs if k == key)
+        entered = owner is not None and owner._count > 0
+        if (owner is None or part is owner._new) and (entered or not held):
+            names.update(op for op, k in part.pairs if k == key)
     return frozenset(names)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import amphal
-from amphal import RegionStateError, _policy, _registration, op_lists
+from amphal import OpLists, OpPolicyError, RegionStateError, _policy, _registration, op_lists
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
@@ -180,3 +182,69 @@ def test_flags_are_compared_by_identity() -> None:
         region({"softmax": "fp32"}, enabled=1)
     with pytest.raises(amphal.ArgumentTypeError):
         region({"softmax": "fp32"}, cache_enabled=0)
+
+
+def test_every_device_s_own_lists_are_accepted() -> None:
+    """The checks of whole lists refuse nothing that torch does itself."""
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        assert isinstance(region(op_lists(device)), torch.autocast)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (OpLists(fp32=frozenset(["sofmax"])), "'softmax'"),
+        (OpLists(fp32=frozenset(["softmax.nope"])), r"softmax\.int"),
+        (OpLists(lower_precision=frozenset(["add_.Tensor"])), "writes into"),
+        (OpLists(fp32_append_dtype=frozenset(["mm"])), "overload that takes a dtype"),
+        (OpLists(fp32_set_opt_dtype=frozenset(["mm"])), "no optional dtype"),
+    ],
+)
+def test_lists_made_by_hand_are_checked(lists: OpLists, message: str) -> None:
+    """A typo and a policy that makes no sense are refused in whole lists as in a mapping."""
+    with pytest.raises(OpPolicyError, match=message):
+        region(lists)
+
+
+def test_names_in_lists_made_by_hand() -> None:
+    """A bare name means all overloads if there is no unnamed one; unloaded extensions are none."""
+    lists = OpLists(
+        fp32=frozenset(["softmax", "aten::bmm", "mm.default"]),
+        promote=frozenset(["not_loaded::op"]),
+    )
+    assert lists.fp32 == {"softmax", "bmm", "mm"}
+    with region(lists):
+        assert F.softmax(torch.randn(2, 2).to(LOW), -1).dtype is FULL
+
+
+def test_a_prefix_and_torch_s_name_of_the_unnamed_overload_are_understood() -> None:
+    """aten:: says nothing, and mm.default is mm alone."""
+    assert op_lists("cuda").policy("aten::softmax.int") == "fp32_set_opt_dtype"
+    assert op_lists("cuda").policy("aten::softmax") == "fp32_set_opt_dtype"
+    assert op_lists("cuda").policy("mm.default") == "lower_precision"
+    x = torch.randn(2, 2)
+    with region({"mm.default": "fp32"}):
+        assert torch.mm(x, x).dtype is FULL
+
+
+@pytest.mark.parametrize("op", ["einsum", "index.Tensor", "eq", "dequantize", "copy"])
+def test_overloads_of_torchscript_alone_are_left_out(op: str) -> None:
+    """A bare name with overloads that only TorchScript has means those of the dispatcher."""
+    assert region({op: "fp32"}).fast_dtype is LOW
+
+
+@pytest.mark.parametrize("op", ["mm.", "", ".", "aten::", "::", "a::b::c", "einsum.sublist"])
+def test_names_that_are_none_are_refused(op: str) -> None:
+    """Odd names are errors of amphal's, not of torch's."""
+    with pytest.raises(OpPolicyError, match="has no op"):
+        region({op: "fp32"})
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_regions_are_copied_and_pickled(again: Any) -> None:
+    """With whole lists and with a mapping, overload by overload."""
+    x = torch.randn(2, 2)
+    with again(region(op_lists("cuda"))):
+        assert F.softmax(x.to(LOW), -1).dtype is FULL
+    exact = again(region({"mm.default": "fp32"}))
+    assert dict(exact.policy.table) == {"mm": "fp32"}
