@@ -201,7 +201,9 @@ def _merge(outer: Effective | None, inner: Policy) -> Effective:
         builtins = dict(outer.builtins) if outer else {}
         tables[inner.key] = {**tables.get(inner.key, {}), **inner.table}
         builtins[inner.key] = inner
-        content = frozenset((key, op, p) for key, t in tables.items() for op, p in t.items())
+        content: frozenset[Any] = frozenset(
+            (key, op, p) for key, t in tables.items() for op, p in t.items()
+        )
         content |= {(key, policy.generation) for key, policy in builtins.items()}
         if content not in _effectives:
             _effectives[content] = Effective(tables, builtins)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _autocast, _compat, _detect, _export, _policy
+from . import _autocast, _compat, _detect, _export, _policy, _warn
 from ._autocast import Region
 from ._decorate import decorate
 from ._detect import Plan
 from ._oplists import OpLists
-from .errors import ArgumentTypeError
+from .errors import ArgumentTypeError, PrecisionWarning
 
 __all__ = ["PolicyRegion", "build", "region", "traced"]
 
@@ -166,10 +166,21 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
             "@amphal.autocast(ops=...), which decorates the function below it"
         )
     made = region(*_autocast.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
+    if enabled and dtype is None and not made._enabled:
+        _tell_of_no_effect(made.device)
     if isinstance(device, Plan) or (device is not None and dtype is not None):
         # Only answers that the environment has no part in.
         _by_arguments[arguments] = made
     return made
+
+
+@functools.cache
+def _tell_of_no_effect(device: str) -> None:
+    _warn.warn(
+        f"ops= has no effect: this region is full precision (no dtype was named, and the plan for "
+        f"{device!r} is fp32); name dtype='bf16' or 'fp16' for a region that casts",
+        PrecisionWarning,
+    )
 
 
 def _content(ops: Any) -> Any:

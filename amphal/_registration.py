@@ -112,7 +112,7 @@ class KernelSet:
     def _retire(self) -> None:
         if self._over not in _there:
             return
-        if threading.active_count() > 1:
+        if not _alone():
             # Another thread may wait for the GIL inside a kernel, which must not be freed under it.
             pairs = self._over.pairs
             handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in pairs]
@@ -130,6 +130,11 @@ class KernelSet:
                 self._over.take_away()
 
 
+def _alone() -> bool:
+    """Whether no other thread that Python knows runs."""
+    return threading.active_count() == 1
+
+
 def linger(kernels: Kernels) -> None:
     """Take kernels of ops away that have no other, now or when no other thread runs."""
     with _lock:
@@ -139,7 +144,7 @@ def linger(kernels: Kernels) -> None:
 
 def _sweep() -> None:
     """Take away what nobody holds, if no other thread can be on its way into it."""
-    if threading.active_count() > 1:
+    if not _alone():
         return
     for part, owner in list(_there.items()):
         if owner is None or owner._count == 0:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,26 @@ import torch
 import torch.nn.functional as F
 
 import amphal
-from amphal import OpLists, OpPolicyError, RegionStateError, _policy, _registration, op_lists
+from amphal import (
+    OpLists,
+    OpPolicyError,
+    RegionStateError,
+    _policy,
+    _policy_region,
+    _registration,
+    op_lists,
+)
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
 pytestmark = pytest.mark.filterwarnings("ignore::amphal.PrecisionWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that ran before the test (a compiler's) don't count: only those of the test do."""
+    before = threading.active_count()
+    monkeypatch.setattr(_registration, "_alone", lambda: threading.active_count() <= before)
 
 
 def region(ops: Any, **kwargs: Any) -> Any:
@@ -248,3 +264,17 @@ def test_regions_are_copied_and_pickled(again: Any) -> None:
         assert F.softmax(x.to(LOW), -1).dtype is FULL
     exact = again(region({"mm.default": "fp32"}))
     assert dict(exact.policy.table) == {"mm": "fp32"}
+
+
+def test_ops_where_the_plan_is_full_precision_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ops= without a dtype on hardware that is best in float32 does nothing, and says so."""
+    _policy_region._tell_of_no_effect.cache_clear()
+    monkeypatch.setattr(_policy_region._autocast, "settled", lambda *args: ("cpu", LOW, False))
+    with pytest.warns(amphal.PrecisionWarning, match="ops= has no effect.*dtype='bf16'"):
+        amphal.autocast("cpu", ops={"softmax": "fp32"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amphal.autocast("cpu", ops={"softmax": "fp32"})
+    _policy_region._tell_of_no_effect.cache_clear()
