@@ -115,10 +115,11 @@ def schema_exists(qualified_name: str) -> bool:
     """
     name, _, overload = qualified_name.partition(".")
     try:
-        _private("_get_schema")(name, overload)
+        # The dispatcher's own answer: TorchScript has overloads of its own, with no kernels.
+        _private("_dispatch_find_schema_or_throw")(name, overload)
     except RuntimeError:
         return False
-    return True
+    return not qualified_name.endswith(".")
 
 
 def all_op_names() -> list[str]:
@@ -263,6 +264,19 @@ def allow_in_graph(func: Callable[..., Any]) -> None:
     """
     torch.compiler.allow_in_graph(func)  # type: ignore[no-untyped-call]
     torch.fx.node.has_side_effect(func)
+
+
+def take_mode_off(mode: Any) -> None:
+    """Leave a function mode, even one below others. A mode's own exit takes off the uppermost."""
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if not any(entry is mode for entry in stack):
+        return
+    pop, push = _private("_pop_torch_function_stack"), _private("_push_on_torch_function_stack")
+    above = []
+    while (entry := pop()) is not mode:
+        above.append(entry)
+    for entry in reversed(above):
+        push(entry)
 
 
 def being_exported() -> bool:

@@ -62,6 +62,7 @@ class AutocastOp:
         self.policy = policy
         self.device_types = device_types
         self._kernels: list[_registration.Kernels] = []
+        self._actions: dict[tuple[str, str], _kernels.Action] = {}
 
     def remove(self) -> None:
         """Take the rule back: the op is no longer cast on these devices."""
@@ -71,8 +72,9 @@ class AutocastOp:
                     if _rules.get((device, op)) is self:
                         del _rules[device, op]
             for kernels in self._kernels:
-                kernels.take_away()
+                _registration.linger(kernels)
             self._kernels.clear()
+            _changed()
 
     def __repr__(self) -> str:
         devices = ", ".join(self.device_types)
@@ -80,11 +82,37 @@ class AutocastOp:
 
 
 _rules: dict[tuple[str, str], AutocastOp] = {}
+_on_change: list[Callable[[], object]] = []
+
+
+def on_change(callback: Callable[[], object]) -> None:
+    """Call ``callback`` whenever a rule is registered or removed: lists made before are stale."""
+    _on_change.append(callback)
+
+
+def _changed() -> None:
+    for callback in _on_change:
+        callback()
+
+
+def rule_or_pass_by(op: str, device: str) -> _kernels.Action:
+    """What the rule for an op that torch does not list does now; without one, autocast passes by.
+
+    Kernels for such an op may outlive its rule, see :class:`amphal._registration.KernelSet`.
+    """
+    pass_by = _kernels.action(op, _kernels.PASS_BY, device)
+    pair = (device, op)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = _rules.get(pair)
+        return (pass_by if rule is None else rule._actions[pair])(keyset, args, kwargs)
+
+    return run
 
 
 def registered_policies(device_type: str) -> dict[str, str]:
     """The ops that :func:`register_autocast_op` gave a rule on this device, with their policies."""
-    return {op: rule.policy for (device, op), rule in _rules.items() if device == device_type}
+    return {op: rule.policy for (device, op), rule in list(_rules.items()) if device == device_type}
 
 
 def register_autocast_op(
@@ -115,7 +143,14 @@ def register_autocast_op(
     with _lock:
         for device in devices:
             key = _compat.autocast_key(device)
-            listed = [name for name in table if _compat.has_kernel(_opnames.qualified(name), key)]
+            # What a region left for other threads' sake does not count: it does what rules say.
+            left = _registration.temporary_names(key) - _registration.temporary_names(key, True)
+            left -= {name for name in table if (device, name) in _rules}
+            listed = [
+                name
+                for name in table
+                if name not in left and _compat.has_kernel(_opnames.qualified(name), key)
+            ]
             if listed:
                 rule = _rules.get((device, listed[0]))
                 by = (
@@ -129,11 +164,13 @@ def register_autocast_op(
         rule = AutocastOp(tuple(table), policy, devices)
         for device in devices:
             key = _compat.autocast_key(device)
-            run = {n: _static(_kernels.action(n, policy, device)) for n in table}
-            kernels = _registration.Kernels({(n, key): kernel for n, kernel in run.items()})
+            rule._actions.update({(device, n): _kernels.action(n, policy, device) for n in table})
+            run = {(n, key): _static(rule_or_pass_by(n, device)) for n in table}
+            kernels = _registration.Kernels(run)
             kernels.put()
             rule._kernels.append(kernels)
             _rules.update({(device, name): rule for name in table})
+        _changed()
     return rule
 
 

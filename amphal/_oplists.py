@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import ArgumentError, ArgumentTypeError, OpPolicyError, did_you_mean
 
-__all__ = ["POLICIES", "OpDiff", "OpLists", "base_name"]
+__all__ = ["POLICIES", "OpDiff", "OpLists", "base_name", "plain_name"]
 
 POLICIES = (
     "lower_precision",
@@ -20,6 +20,13 @@ POLICIES = (
     "as_is",
 )
 """Every policy that an op can have, in torch's own words; ``as_is`` is an op that is not listed."""
+
+
+def plain_name(op: str) -> str:
+    """``op`` as these lists spell it: ``"softmax.int"`` for ``"aten::softmax.int"``, and the
+    unnamed overload, which torch also calls ``"mm.default"``, as ``"mm"``.
+    """
+    return op.removeprefix("aten::").removesuffix(".default")
 
 
 def base_name(op: str) -> str:
@@ -103,9 +110,11 @@ class OpLists:
             OpPolicyError: torch has no such op, or the overloads' policies differ; name one.
         """
         table = dict(self)
-        if op in table and "." in op:
-            return table[op]
-        if "." not in op:
+        exact = isinstance(op, str) and "." in op
+        if exact and plain_name(op) in table:
+            return table[plain_name(op)]
+        if isinstance(op, str) and not exact:
+            op = plain_name(op)
             found = {o: p for o, p in table.items() if base_name(o) == op}
             if len(set(found.values())) > 1:
                 raise OpPolicyError(
@@ -168,13 +177,18 @@ def _names(policy: str, value: Any) -> frozenset[str]:
         raise ArgumentTypeError(
             f"OpLists: {policy} must be a set of op names, got the string {value!r}"
         )
-    names = frozenset(value)
+    try:
+        names = frozenset(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"OpLists: {policy} must be a set of op names, got {type(value).__name__} ({value!r})"
+        ) from None
     for name in names:
         if not isinstance(name, str):
             raise ArgumentTypeError(
                 f"OpLists: {policy} must be a set of op names, got {type(name).__name__} ({name!r})"
             )
-    return names
+    return frozenset(map(plain_name, names))
 
 
 def _from_table(table: Mapping[str, str]) -> OpLists:

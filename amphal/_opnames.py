@@ -14,10 +14,18 @@ from typing import Any
 import torch
 
 from . import _compat
-from ._oplists import POLICIES, base_name
+from ._oplists import POLICIES, OpLists, base_name, plain_name
 from .errors import ArgumentTypeError, OpPolicyError, did_you_mean
 
-__all__ = ["dtype_overload", "expand", "is_defined", "op_overload", "overloads", "qualified"]
+__all__ = [
+    "dtype_overload",
+    "expand",
+    "expand_lists",
+    "is_defined",
+    "op_overload",
+    "overloads",
+    "qualified",
+]
 
 
 def qualified(op: str) -> str:
@@ -38,7 +46,6 @@ def op_overload(op: str) -> torch._ops.OpOverload:
     return getattr(packet, overload or "default")  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=4096)
 def _has_tensors(op: str) -> int:
     """The number of tensor arguments of an overload, a list of tensors counting as two."""
     count = 0
@@ -49,12 +56,16 @@ def _has_tensors(op: str) -> int:
     return count
 
 
+_VIEWS_THAT_TORCH_CASTS = frozenset(["view_as_complex"])
+
+
 def _refusal(op: str, policy: str) -> str | None:
     """Why ``policy`` makes no sense for this overload, or None."""
     schema = op_overload(op)._schema
     if schema.is_mutable:
         return "it writes into its arguments, and a cast would write into a copy"
-    if any(r.alias_info is not None for r in schema.returns):
+    views = any(r.alias_info is not None for r in schema.returns)
+    if views and op not in _VIEWS_THAT_TORCH_CASTS:
         return "it returns a view of its argument, and a cast would return a view of a copy"
     tensors = _has_tensors(op)
     if tensors == 0:
@@ -97,9 +108,8 @@ def overloads(op: str) -> tuple[str, ...]:
     """
     if not isinstance(op, str):
         raise ArgumentTypeError(f"an op is named by a string, got {type(op).__name__} ({op!r})")
-    if op.startswith("aten::"):
-        op = op.removeprefix("aten::")
-    if "." in op:
+    exact, op = "." in op, plain_name(op)
+    if exact:
         if is_defined(op):
             return (op,)
     else:
@@ -107,7 +117,9 @@ def overloads(op: str) -> tuple[str, ...]:
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is not None and hasattr(packet, "overloads"):
             names = [op if o == "default" else f"{op}.{o}" for o in packet.overloads()]
-            return tuple(n for n in names if is_defined(n))
+            defined = tuple(n for n in names if is_defined(n))
+            if defined:
+                return defined
     raise OpPolicyError(_unknown(op))
 
 
@@ -152,3 +164,42 @@ def expand(policies: Mapping[str, str]) -> dict[str, str]:
             )
         (exact if "." in op else table).update(dict.fromkeys(allowed, policy))
     return {**table, **exact}
+
+
+# An op outside aten can be taken out of its library and be defined anew.
+_refusal_in_aten = functools.lru_cache(maxsize=4096)(_refusal)
+_CASTING = frozenset(POLICIES) - {"as_is", "banned"}
+
+
+def expand_lists(lists: OpLists) -> dict[str, str]:
+    """Validated: overload to policy, for all that whole lists name and that is loaded.
+
+    A bare name is the unnamed overload, as in the lists of a device, and where there is none all
+    overloads. Names of namespaces that are not loaded are left out.
+
+    Raises:
+        OpPolicyError: unclassified ops, an unknown op, or a policy that makes no sense for the op.
+    """
+    if lists.unclassified:
+        raise OpPolicyError(
+            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
+            "give them policies with .replace(...)"
+        )
+    table: dict[str, str] = {}
+    exact: dict[str, str] = {}
+    for op, policy in lists:
+        if is_defined(op):
+            reason = _refusal if "::" in op else _refusal_in_aten
+            refusal = reason(op, policy) if policy in _CASTING else None
+            if refusal is not None:
+                raise OpPolicyError(f"{policy!r} makes no sense for {op!r}: {refusal}")
+            exact[op] = policy
+        elif _is_loaded(op):
+            table.update(expand({op: policy}))
+    return {**table, **exact}
+
+
+def _is_loaded(op: str) -> bool:
+    """Whether the namespace of an op that is not defined has other ops, so that it is a typo."""
+    namespace = qualified(op).partition("::")[0]
+    return any(qualified(n).startswith(f"{namespace}::") for n in _all_names())

@@ -39,9 +39,11 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
     if _install.needs_kernels(name):
         # amphal will install exactly what is declared when a region on the device is made.
         return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
-    for op, policy in _install.registered_policies(name).items():
+    rules = _install.registered_policies(name)
+    for op, policy in rules.items():
         declared = declared.add(**{policy: [op]})
-    return reconcile(declared, listed_live(name))
+    # A region may have put a kernel for an op with a rule too, which makes it no temporary one.
+    return reconcile(declared, listed_live(name) | frozenset(rules))
 
 
 def listed_live(device_type: str) -> frozenset[str]:

@@ -19,30 +19,42 @@ from typing import Any
 
 import torch
 
-from . import _compat, _kernels, _opnames, _ops, _registration
+from . import _compat, _install, _kernels, _opnames, _ops, _registration
 from ._kernels import PASS_BY
 from ._oplists import OpLists
-from .errors import OpPolicyError
+from .errors import OpPolicyError, RegionStateError
 
-__all__ = ["Effective", "Policy", "active", "enter", "leave", "policy"]
+__all__ = ["Effective", "Policy", "active", "current", "enter", "leave", "policy"]
 
 _Table = Mapping[str, str]
 
 
 class Policy:
-    """A validated ``ops=``: what each op is to do on one device type. Made once per content."""
+    """A validated ``ops=``: what each op is to do on one device type. Made once per content.
 
-    def __init__(self, device: str, low: torch.dtype, table: _Table, whole: bool) -> None:
+    What the device does by itself is read once, and anew when a rule of
+    :func:`amphal.register_autocast_op` comes or goes; :func:`current` gives the one for now.
+    """
+
+    def __init__(
+        self, device: str, low: torch.dtype, table: _Table, whole: bool, given: Any
+    ) -> None:
         self.device = device
+        self.given = given
+        self.low, self.generation = low, _generation[0]
         self.key = _compat.autocast_key(device)
         lists = dict(_ops.op_lists(device, low))
         self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
+        rules = _install.registered_policies(device)
+        self.torchs = frozenset(op for op in self.builtin if op not in rules)
         if whole:
             # A whole set of lists speaks for every op: those that it leaves out are not cast.
             table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
         self.table = table
 
 
+_lock = threading.RLock()
+_generation = [0]
 _policies: dict[tuple[Any, ...], Policy] = {}
 
 
@@ -53,21 +65,30 @@ def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> P
         ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
     """
     whole = isinstance(ops, OpLists)
-    table = _whole_table(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    table = _opnames.expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    if whole:
+        table = {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
     content = (device, low, whole, tuple(sorted(table.items())))
-    if content not in _policies:
-        _policies[content] = Policy(device, low, table, whole)
-    return _policies[content]
+    with _lock:
+        if content not in _policies:
+            given = ops if isinstance(ops, OpLists) else dict(ops)
+            _policies[content] = Policy(device, low, table, whole, given)
+        return _policies[content]
 
 
-def _whole_table(lists: OpLists) -> dict[str, str]:
-    if lists.unclassified:
-        raise OpPolicyError(
-            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
-            "give them policies with .replace(...)"
-        )
-    table = {op: policy for op, policy in lists if _opnames.is_defined(op)}
-    return {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
+def current(made: Policy) -> Policy:
+    """The policy of the same content that holds now: ``made``, if no rule came or went since."""
+    if made.generation == _generation[0]:
+        return made
+    return policy(made.device, made.low, made.given)
+
+
+def _lists_changed() -> None:
+    with _lock:
+        _generation[0] += 1
+        _policies.clear()
+        _effectives.clear()
+        _outermost.clear()
 
 
 class Effective:
@@ -86,20 +107,21 @@ class Effective:
                     changed[op, key] = wanted
         self.kernels = _registration.KernelSet(
             {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions},
-            added=[(op, key) for op, key in self.actions if op not in builtins[key].builtin],
+            added=[(op, key) for op, key in self.actions if op not in builtins[key].torchs],
         )
         self.marks = _marks(frozenset(changed.items()))
         self.within: dict[Policy, Effective] = {}
 
 
-_functions: dict[tuple[str, str], Any] = {}
+_functions: dict[tuple[str, str, bool], Any] = {}
 
 
 def _kernel(op: str, key: str, policy: Policy) -> Any:
     """The one kernel of an op that regions name: the thread's own policy, else what torch does."""
-    if (op, key) not in _functions:
-        _functions[op, key] = _make_kernel(op, key, policy)
-    return _functions[op, key]
+    found = (op, key, op in policy.torchs)
+    if found not in _functions:
+        _functions[found] = _make_kernel(op, key, policy)
+    return _functions[found]
 
 
 def _make_kernel(op: str, key: str, policy: Policy) -> Any:
@@ -118,8 +140,8 @@ def _make_kernel(op: str, key: str, policy: Policy) -> Any:
 
 
 def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
-    if op not in policy.builtin:
-        return _kernels.action(op, PASS_BY, policy.device)
+    if op not in policy.torchs:
+        return _install.rule_or_pass_by(op, policy.device)
     handle = _compat.kernel_handle(_opnames.qualified(op), key)
     if handle is None:
         return _kernels.action(op, policy.builtin[op], policy.device)
@@ -136,11 +158,11 @@ def _same(op: str, wanted: str, builtin: str) -> bool:
     return wanted == builtin
 
 
-_lock = threading.RLock()
 Marks = tuple[tuple[str, torch.dtype], ...]
 _known_marks: dict[frozenset[Any], Marks] = {}
 _effectives: dict[frozenset[Any], Effective] = {}
 _outermost: dict[Policy, Effective] = {}
+_install.on_change(_lists_changed)
 
 
 def _marks(changes: frozenset[Any]) -> Marks:
@@ -179,7 +201,10 @@ def _merge(outer: Effective | None, inner: Policy) -> Effective:
         builtins = dict(outer.builtins) if outer else {}
         tables[inner.key] = {**tables.get(inner.key, {}), **inner.table}
         builtins[inner.key] = inner
-        content = frozenset((key, op, p) for key, t in tables.items() for op, p in t.items())
+        content: frozenset[Any] = frozenset(
+            (key, op, p) for key, t in tables.items() for op, p in t.items()
+        )
+        content |= {(key, policy.generation) for key, policy in builtins.items()}
         if content not in _effectives:
             _effectives[content] = Effective(tables, builtins)
         effective = _effectives[content]
@@ -212,18 +237,32 @@ def enter(owner: object, inner: Policy) -> None:
     outer = thread.active
     effective = (_outermost if outer is None else outer.within).get(inner) or _merge(outer, inner)
     effective.kernels.hold()
-    thread.stack.append((owner, effective))
-    thread.active = effective
-    _show(outer, effective)
+    depth = len(thread.stack)
+    try:
+        thread.stack.append((owner, effective))
+        thread.active = effective
+        _show(outer, effective)
+    except BaseException:
+        del thread.stack[depth:]
+        thread.active = outer
+        effective.kernels.drop()
+        raise
 
 
 def leave(owner: object) -> None:
-    """Undo the last :func:`enter` of ``owner`` in this thread, even below a later one."""
+    """Undo the last :func:`enter` of ``owner`` in this thread, even below a later one.
+
+    Raises:
+        RegionStateError: there was none. Nothing was changed.
+    """
     thread = _thread
     stack = thread.stack
-    at = len(stack) - 1
-    while stack[at][0] is not owner:
-        at -= 1
+    at = next((i for i in reversed(range(len(stack))) if stack[i][0] is owner), None)
+    if at is None:
+        raise RegionStateError(
+            "an autocast region with ops= was left in a thread that had not entered it, or left "
+            "twice; enter and leave a region in the same thread (use 'with')"
+        )
     _, effective = stack.pop(at)
     before, thread.active = thread.active, stack[-1][1] if stack else None
     _show(before, thread.active)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _autocast, _compat, _detect, _export, _policy
+from . import _autocast, _compat, _detect, _export, _policy, _warn
 from ._autocast import Region
 from ._decorate import decorate
 from ._detect import Plan
 from ._oplists import OpLists
-from .errors import ArgumentTypeError
+from .errors import ArgumentTypeError, PrecisionWarning
 
 __all__ = ["PolicyRegion", "build", "region", "traced"]
 
@@ -38,9 +38,14 @@ class PolicyRegion(Region, TorchFunctionMode):
         policy: _policy.Policy,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
-        self.policy = policy
+        self._policy = policy
         self.index = len(_regions)
         _regions.append(self)
+
+    @property
+    def policy(self) -> _policy.Policy:
+        """The policy, held against the device's own lists as they are now."""
+        return _policy.current(self._policy)
 
     def __enter__(self) -> PolicyRegion:
         if not self._enabled:
@@ -63,8 +68,8 @@ class PolicyRegion(Region, TorchFunctionMode):
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> Literal[False]:
         if self._enabled:
-            self._leave_modes()
             _policy.leave(self)
+            self._leave_modes()
         return super().__exit__(exc_type, exc_val, exc_tb)
 
     def _enter_recording(self) -> None:
@@ -85,8 +90,9 @@ class PolicyRegion(Region, TorchFunctionMode):
 
     def _leave_modes(self) -> None:
         modes = _thread.modes
-        if modes and modes[-1][0] is self:
-            modes.pop()[1].__exit__(None, None, None)
+        at = next((i for i in reversed(range(len(modes))) if modes[i][0] is self), None)
+        if at is not None:  # below others too: a suspended generator may hold a region
+            _compat.take_mode_off(modes.pop(at)[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo comes here, for each function that it traces in the region.
@@ -109,8 +115,8 @@ class PolicyRegion(Region, TorchFunctionMode):
         return Traced(self.index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        table = dict(self.policy.table)
-        return region, (self.device, self.fast_dtype, self._enabled, self._cache_enabled, table)
+        ops = self._policy.given
+        return region, (self.device, self.fast_dtype, self._enabled, self._cache_enabled, ops)
 
 
 class _Shown(TorchFunctionMode):
@@ -146,20 +152,35 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
     """The region of these arguments of ``autocast``, validated at the first call with them."""
     content = ops if isinstance(ops, OpLists) else _content(ops)
     arguments = (device, dtype, enabled, cache_enabled, content)
-    try:
-        return _by_arguments[arguments]
-    except (KeyError, TypeError):
-        pass
+    # By identity: equal keys such as 1 are no flags, and must not find what True has left here.
+    if (enabled is True or enabled is False) and (
+        cache_enabled is None or cache_enabled is True or cache_enabled is False
+    ):
+        try:
+            return _by_arguments[arguments]
+        except (KeyError, TypeError):
+            pass
     if callable(device) and not isinstance(device, torch.nn.Module):
         raise ArgumentTypeError(
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(ops=...), which decorates the function below it"
         )
     made = region(*_autocast.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
+    if enabled and dtype is None and not made._enabled:
+        _tell_of_no_effect(made.device)
     if isinstance(device, Plan) or (device is not None and dtype is not None):
         # Only answers that the environment has no part in.
         _by_arguments[arguments] = made
     return made
+
+
+@functools.cache
+def _tell_of_no_effect(device: str) -> None:
+    _warn.warn(
+        f"ops= has no effect: this region is full precision (no dtype was named, and the plan for "
+        f"{device!r} is fp32); name dtype='bf16' or 'fp16' for a region that casts",
+        PrecisionWarning,
+    )
 
 
 def _content(ops: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ._custom_function import cast
+from ._custom_function import cast, fields_of, is_record
 from .errors import ArgumentError, ArgumentTypeError, did_you_mean
 
 __all__ = ["set_precision"]
@@ -31,7 +31,8 @@ def set_precision(
     In a region, a pinned module's floating-point inputs (float64 aside) are cast to the precision,
     it runs with autocast off and parameters of that precision, and its outputs are cast to the
     region's dtype. Gradients arrive at the parameters in their own dtype. Outside a region, and in
-    a module that is pinned itself, a pin does nothing.
+    a module that is pinned itself, a pin does nothing. Parameters beside running statistics (batch
+    norms) stay as they are under ``"lower_precision"``, as autocast leaves them.
 
     A pin is an attribute of the module: it survives ``state_dict``, ``deepcopy``, pickling,
     ``torch.compile`` and ``DistributedDataParallel``. The state dict does not hold it.
@@ -69,13 +70,16 @@ def set_precision(
 def _choose(module: nn.Module, names: Any, types: Any) -> dict[str, nn.Module]:
     if names is None and types is None:
         return {"": module}
+    if not isinstance(names, (str, Iterable, type(None))):
+        raise ArgumentTypeError(f"names must be a pattern or several, got {names!r}")
     patterns = [names] if isinstance(names, str) else list(names or ())
     if not all(isinstance(p, str) for p in patterns):
         raise ArgumentTypeError(f"names must be patterns, which are strings, got {names!r}")
     kinds = () if types is None else types if isinstance(types, tuple) else (types,)
-    if not all(isinstance(t, type) for t in kinds):
+    if not all(isinstance(t, type) and issubclass(t, nn.Module) for t in kinds):
         raise ArgumentTypeError(f"types must be a module class or a tuple of them, got {types!r}")
-    modules = dict(module.named_modules())
+    # A module that is shared has several names, each of which finds it.
+    modules = dict(module.named_modules(remove_duplicate=False))
     chosen = {
         name: m
         for name, m in modules.items()
@@ -154,10 +158,12 @@ class _Pin:
         return cast(output, (device,), low)
 
     def _run(self, device: str, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        keep = _beside_statistics(self.bare) if dtype is not torch.float32 else frozenset()
         others = {
             name: p.to(dtype)
             for name, p in self.bare.named_parameters()
-            if p.is_floating_point()
+            if name not in keep
+            and p.is_floating_point()
             and p.dtype is not dtype
             and p.dtype is not torch.float64
             and p.device.type == device
@@ -165,6 +171,20 @@ class _Pin:
         if not others:
             return self.bare.forward(*args, **kwargs)
         return torch.func.functional_call(self.bare, others, args, kwargs)
+
+
+def _beside_statistics(module: nn.Module) -> frozenset[str]:
+    """The parameters that must stay in the dtype of the running statistics beside them.
+
+    Batch norms take an input of low precision, but not weights of another dtype than their
+    statistics, which they write to and which therefore can't be cast.
+    """
+    return frozenset(
+        f"{name}.{own}" if name else own
+        for name, m in module.named_modules()
+        if isinstance(getattr(m, "running_mean", None), torch.Tensor)
+        for own, _ in m.named_parameters(recurse=False)
+    )
 
 
 def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str | None:
@@ -180,6 +200,8 @@ def _first(values: Any) -> torch.Tensor | None:
         return values if values.is_floating_point() else None
     if isinstance(values, dict):
         values = tuple(values.values())
+    elif is_record(values):
+        values = tuple(value for _, value in fields_of(values))
     if isinstance(values, (list, tuple)):
         for value in values:
             found = _first(value)

@@ -14,13 +14,14 @@ import torch
 
 from . import _compat, _opnames
 
-__all__ = ["KernelSet", "Kernels", "temporary_names"]
+__all__ = ["KernelSet", "Kernels", "linger", "temporary_names"]
 
 GRACE = 0.1
 """Seconds for which other threads keep kernels where torch gives no handle to hold them by."""
 
 _lock = threading.Lock()
-_there: list[KernelSet] = []
+# The kernels that are there, with the set that they belong to; None: a rule taken back.
+_there: dict[Kernels, KernelSet | None] = {}
 # Handles on kernels that another thread may have been on its way into when they were taken away.
 _retired: deque[list[Any]] = deque(maxlen=64)
 
@@ -42,8 +43,12 @@ class Kernels:
         """Register the kernels, without torch's warning that one overrides another."""
         _spend_the_warning()
         with _silence() if torch.is_warn_always_enabled() else _NOTHING:
-            for put, name, key, kernel in self._kernels:
-                put(name, key, kernel, True)
+            try:
+                for put, name, key, kernel in self._kernels:
+                    put(name, key, kernel, True)
+            except BaseException:  # an interrupt too
+                self.take_away()
+                raise
 
     def take_away(self) -> None:
         """Undo :meth:`put`."""
@@ -51,12 +56,15 @@ class Kernels:
             library.reset()
 
 
-class KernelSet(Kernels):
+class KernelSet:
     """Kernels that come and go together, for the first user and after the last.
 
     Two sets may have the same op: kernels of one op and key lie on each other, and any of them can
     be taken away. The uppermost is called, so all sets must give one and the same function.
-    ``added`` are the pairs of op and key that have no other kernel.
+    ``added`` are the pairs of op and key that torch has no kernel for. Torch passes by autocast for
+    them, and a call that is on its way while its kernel is taken away dies of it (torch looks
+    whether there is a kernel, and then which). So they go only when no other thread runs, and must
+    do what torch does where they are not wanted.
     """
 
     def __init__(
@@ -64,9 +72,12 @@ class KernelSet(Kernels):
         kernels: Mapping[tuple[str, str], Callable[..., Any]],
         added: Iterable[tuple[str, str]] = (),
     ) -> None:
-        super().__init__(kernels)
         self.added = frozenset(added)
+        self.pairs = tuple(kernels)
         self._count = 0
+        self._over = Kernels({pair: k for pair, k in kernels.items() if pair not in self.added})
+        self._new = Kernels({pair: k for pair, k in kernels.items() if pair in self.added})
+        self._parts = tuple(part for part in (self._over, self._new) if part.pairs)
 
     def hold(self) -> None:
         """Have the kernels there until the matching :meth:`drop`."""
@@ -74,9 +85,19 @@ class KernelSet(Kernels):
             return
         with _lock:
             self._count += 1
-            if self._count == 1 and self not in _there:
-                self.put()
-                _there.append(self)
+            if self._count > 1:
+                return
+            lacking = [part for part in self._parts if part not in _there]
+            try:
+                for part in lacking:
+                    part.put()
+                    _there[part] = self
+            except BaseException:  # an interrupt too
+                self._count -= 1
+                for part in lacking:
+                    _there.pop(part, None)
+                    part.take_away()
+                raise
 
     def drop(self) -> None:
         """The counterpart of :meth:`hold`."""
@@ -86,28 +107,62 @@ class KernelSet(Kernels):
             self._count -= 1
             if self._count == 0:
                 self._retire()
+                _sweep()
 
     def _retire(self) -> None:
-        if threading.active_count() > 1:
+        if self._over not in _there:
+            return
+        if not _alone():
             # Another thread may wait for the GIL inside a kernel, which must not be freed under it.
-            handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in self.pairs]
+            pairs = self._over.pairs
+            handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in pairs]
             if None in handles:
                 threading.Timer(GRACE, self._retire_late).start()
                 return
             _retired.append(handles)
-        _there.remove(self)
-        self.take_away()
+        del _there[self._over]
+        self._over.take_away()
 
     def _retire_late(self) -> None:
         with _lock:
-            if self._count == 0 and self in _there:
-                _there.remove(self)
-                self.take_away()
+            if self._count == 0 and self._over in _there:
+                del _there[self._over]
+                self._over.take_away()
 
 
-def temporary_names(key: str) -> frozenset[str]:
-    """The ops that have a kernel on this key only because of a set that is there now."""
-    return frozenset(op for kernels in list(_there) for op, k in kernels.added if k == key)
+def _alone() -> bool:
+    """Whether no other thread that Python knows runs."""
+    return threading.active_count() == 1
+
+
+def linger(kernels: Kernels) -> None:
+    """Take kernels of ops away that have no other, now or when no other thread runs."""
+    with _lock:
+        _there[kernels] = None
+        _sweep()
+
+
+def _sweep() -> None:
+    """Take away what nobody holds, if no other thread can be on its way into it."""
+    if not _alone():
+        return
+    for part, owner in list(_there.items()):
+        if owner is None or owner._count == 0:
+            del _there[part]
+            part.take_away()
+
+
+def temporary_names(key: str, held: bool = False) -> frozenset[str]:
+    """The ops that have a kernel on this key only because of a region that is, or was, entered.
+
+    ``held``: only those of a region that is entered now.
+    """
+    names: set[str] = set()
+    for part, owner in list(_there.items()):
+        entered = owner is not None and owner._count > 0
+        if (owner is None or part is owner._new) and (entered or not held):
+            names.update(op for op, k in part.pairs if k == key)
+    return frozenset(names)
 
 
 _NOTHING = contextlib.nullcontext()

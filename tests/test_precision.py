@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,3 +233,82 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(amphal.ArgumentTypeError):
         set_precision(net, "fp32", names=[nn.Linear])  # type: ignore[list-item]
     assert "forward" not in vars(net)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    hidden: torch.Tensor
+    step: int = 3
+
+
+class Named(OrderedDict[str, torch.Tensor]):
+    """A mapping with attributes, as model outputs are, whose constructor takes other things."""
+
+    def __init__(self, hidden: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.step = 3
+        if hidden is not None:
+            self["hidden"] = hidden
+
+    def __reduce__(self) -> Any:
+        return type(self), (), {"step": self.step}, None, iter(self.items())
+
+
+class Wrapping(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(4, 4)
+        self.seen: Any = None
+
+    def forward(self, given: Any) -> Any:
+        self.seen = given
+        hidden = given["hidden"] if isinstance(given, dict) else given.hidden
+        return self.kind(self.linear(hidden))
+
+
+@pytest.mark.parametrize("kind", [Output, Named])
+def test_records_keep_their_type_and_attributes(kind: Any) -> None:
+    """Dataclasses and subclasses of dict are cast inside, going in and coming out."""
+    module = Wrapping(kind)
+    set_precision(module, "fp32")
+    given = kind(torch.randn(2, 4).to(LOW))
+    with region():
+        out = module(given)
+    values = [v["hidden"] if isinstance(v, dict) else v.hidden for v in (module.seen, out, given)]
+    assert [v.dtype for v in values] == [FULL, LOW, LOW]
+    assert type(module.seen) is type(out) is kind
+    assert module.seen.step == out.step == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_can_be_pinned_to_low_precision(training: bool) -> None:
+    """Its input is cast, its weights stay beside the statistics, which are updated."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(training)
+    before = net[1].running_mean.clone()
+    set_precision(net, "lower_precision")
+    with region():
+        out = net(torch.randn(8, 4))
+    assert out.dtype is LOW
+    assert torch.equal(net[1].running_mean, before) is not training
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is FULL for p in net.parameters())
+
+
+def test_a_shared_module_is_found_under_every_name() -> None:
+    """The second name of a module pins it too."""
+    net = Net()
+    net.tail = net.head
+    assert set_precision(net, "fp32", names="tail") == ("tail",)
+    with region():
+        assert net.head(torch.randn(1, 4)).dtype is LOW
+    assert "forward" in vars(net.head)
+    assert set_precision(net, None, names=["head", "tail"]) == ("head", "tail")
+    assert "forward" not in vars(net.head)
+
+
+@pytest.mark.parametrize("wrong", [{"names": 3}, {"types": int}, {"types": (nn.Linear, int)}])
+def test_names_and_types_of_the_wrong_type_are_told(wrong: Any) -> None:
+    """names are strings and types are module classes."""
+    with pytest.raises(amphal.ArgumentTypeError):
+        set_precision(Net(), "fp32", **wrong)
