@@ -273,6 +273,5 @@ def _evidence(states: list[State], device: torch.device) -> tuple[Tensor | None,
     """The flag of this iteration, and what the host knows of it already."""
     flags = [f for state in states for f in state["found_inf_per_device"].values()]
     known = {state.get("found") for state in states if state["found_inf_per_device"]}
-    return _grads.any_flag(
-        flags, device
-    ), True if True in known else None if None in known else False
+    found = True if True in known else None if None in known else False
+    return _grads.any_flag(flags, device), found

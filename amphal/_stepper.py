@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from . import _clip, _grad_names, _grads, _scaler_state
 from . import _scaler_rules as rules
@@ -26,7 +26,10 @@ class Stepper(Scale):
     _process_group: Any
 
     def _state_of(self, optimizer: Any) -> State:
-        state = self._per_optimizer_states[id(optimizer)]
+        states, key = self._per_optimizer_states, id(optimizer)
+        if key not in states:  # torch.compile loses an entry that a default factory has made
+            states[key] = _refresh_per_optimizer_state()
+        state = states[key]
         state["optimizer"] = optimizer  # also keeps its id from being used again
         return state
 

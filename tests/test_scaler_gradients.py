@@ -326,3 +326,14 @@ def test_step_and_update_can_be_compiled(fused, method):
         (torch.compile(call, backend="eager") if name == method else call)(*args)
     torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
     assert scaler.steps == 1
+
+
+def test_unscale_can_be_compiled():
+    """What a compiled unscale_ notes is there for the step: nothing is divided twice."""
+    torch._dynamo.reset()
+    param, optimizer = problem(kind=torch.optim.SGD)
+    scaler = scaler_of()
+    scaler.scale((param * 2.0).sum()).backward()
+    torch.compile(scaler.unscale_, backend="eager")(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
