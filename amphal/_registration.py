@@ -112,12 +112,12 @@ class KernelSet:
     def _retire(self) -> None:
         if self._over not in _there:
             return
-        if not _alone():
+        if _other_threads():
             # Another thread may wait for the GIL inside a kernel, which must not be freed under it.
             pairs = self._over.pairs
             handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in pairs]
             if None in handles:
-                threading.Timer(GRACE, self._retire_late).start()
+                _Late(GRACE, self._retire_late).start()
                 return
             _retired.append(handles)
         del _there[self._over]
@@ -130,9 +130,16 @@ class KernelSet:
                 self._over.take_away()
 
 
-def _alone() -> bool:
-    """Whether no other thread that Python knows runs."""
-    return threading.active_count() == 1
+class _Late(threading.Timer):
+    """A thread of this module, which calls no op."""
+
+
+def _other_threads() -> int:
+    """How many threads beside this one may be calling ops, of those that Python knows."""
+    if threading.active_count() == 1:
+        return 0
+    mine = threading.current_thread()
+    return sum(t is not mine and not isinstance(t, _Late) for t in threading.enumerate())
 
 
 def linger(kernels: Kernels) -> None:
@@ -144,7 +151,7 @@ def linger(kernels: Kernels) -> None:
 
 def _sweep() -> None:
     """Take away what nobody holds, if no other thread can be on its way into it."""
-    if not _alone():
+    if _other_threads():
         return
     for part, owner in list(_there.items()):
         if owner is None or owner._count == 0:

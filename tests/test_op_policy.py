@@ -25,8 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::amphal.PrecisionWarning")
 @pytest.fixture(autouse=True)
 def no_thread_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that ran before the test (a compiler's) don't count: only those of the test do."""
-    before = threading.active_count()
-    monkeypatch.setattr(_registration, "_alone", lambda: threading.active_count() <= before)
+    count = _registration._other_threads
+    before = count()
+    monkeypatch.setattr(_registration, "_other_threads", lambda: max(0, count() - before))
 
 
 def region(ops: Any, **kwargs: Any) -> Any:
