@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 
 import pytest
@@ -72,7 +74,13 @@ class RecordChecks:
         (entry,) = list(entries)[:1]
         code = _IMPORTS.format(group=entry.group, name=entry.name, value=entry.value)
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            # This process's path, and not the folder it was started in: there may be a checkout.
+            cwd=tempfile.gettempdir(),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         assert done.returncode == 0, f"{entry.value} cannot be loaded:\n{done.stderr[-2000:]}"
         assert done.stdout.strip() == "[]", (
