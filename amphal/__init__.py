@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._autocast import autocast
 from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
-from ._custom_function import custom_bwd, custom_fwd
 from ._detect import Plan, detect
-from ._oplists import OpLists
 from ._registry import (
     Registration,
     get_backend,
@@ -48,9 +46,11 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._custom_function import custom_bwd, custom_fwd
     from ._hardware import KnownHardware, known_hardware
     from ._install import AutocastOp, register_autocast_op
     from ._monitor import GradHealth, GradMonitor
+    from ._oplists import OpLists
     from ._ops import op_lists
     from ._outcome import StepOutcome
     from ._precision import set_precision
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 # What not every program uses is imported at its first use, so that ``import amphal`` stays cheap.
 _AT_FIRST_USE = {
+    "OpLists": "_oplists",
+    "custom_bwd": "_custom_function",
+    "custom_fwd": "_custom_function",
     "AutocastOp": "_install",
     "GradHealth": "_monitor",
     "GradMonitor": "_monitor",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -18,8 +18,10 @@ from . import _compat, _detect, _env, _owner, _registry
 from ._backend import LOW_PRECISION, Hardware, torch_version
 from ._decorate import decorate
 from ._detect import DeviceLike, Plan, PrecisionLike
-from ._oplists import OpLists
 from .errors import ArgumentError, ArgumentTypeError, RegionStateError
+
+if TYPE_CHECKING:
+    from ._oplists import OpLists
 
 __all__ = ["Region", "autocast", "innermost", "push_delegate", "settled"]
 

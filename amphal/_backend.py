@@ -15,12 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ._oplists import OpLists
 from .errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from ._oplists import OpLists
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -30,7 +32,6 @@ __all__ = [
     "Backend",
     "DtypeSupport",
     "Hardware",
-    "OpLists",
     "ScalerSupport",
     "torch_version",
 ]

@@ -18,11 +18,10 @@ from .._backend import (
     Availability,
     DtypeSupport,
     Hardware,
-    OpLists,
     ScalerSupport,
 )
 from .._compat import all_op_names
-from .._oplists import base_name
+from .._oplists import OpLists, base_name
 from ..errors import DeviceNotAvailableError, UnknownDeviceError, UnsupportedPrecisionError
 from ._subject import (
     Subject,

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._backend import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from .._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+from .._oplists import OpLists
 
 __all__ = ["FakeBackend"]
 
