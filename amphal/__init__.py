@@ -34,6 +34,7 @@ from .errors import (
     NonFiniteGradientError,
     OpPolicyError,
     OwnerWarning,
+    PrecastError,
     PrecisionWarning,
     RegionStateError,
     ScaleCollapseError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ._oplists import OpLists
     from ._ops import op_lists
     from ._outcome import StepOutcome
+    from ._precast import PrecastReport, full_precision_state_dict, precast_, restore_
     from ._precision import set_precision
     from ._scaler import GradScaler
 
@@ -66,10 +68,14 @@ _AT_FIRST_USE = {
     "GradMonitor": "_monitor",
     "GradScaler": "_scaler",
     "KnownHardware": "_hardware",
+    "PrecastReport": "_precast",
     "StepOutcome": "_outcome",
+    "full_precision_state_dict": "_precast",
     "known_hardware": "_hardware",
     "op_lists": "_ops",
+    "precast_": "_precast",
     "register_autocast_op": "_install",
+    "restore_": "_precast",
     "set_precision": "_precision",
 }
 
@@ -115,6 +121,8 @@ __all__ = [
     "OpPolicyError",
     "OwnerWarning",
     "Plan",
+    "PrecastError",
+    "PrecastReport",
     "PrecisionWarning",
     "RegionStateError",
     "Registration",
@@ -131,12 +139,15 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "detect",
+    "full_precision_state_dict",
     "get_backend",
     "known_hardware",
     "op_lists",
+    "precast_",
     "register_autocast_op",
     "register_backend",
     "registered_backends",
+    "restore_",
     "set_precision",
     "unregister_backend",
 ]

@@ -385,3 +385,11 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         return
     if translator is not None:  # nor here, in torch 2.9 and before
         translator.output.add_cleanup_hook(callback)
+
+
+def fused_paths_off() -> bool:
+    """Whether ``torch.nn`` keeps its fused transformer kernels out of the region that is on now.
+
+    It asks a question of its own, which names no device and means one of them.
+    """
+    return bool(getattr(torch, "is_autocast_enabled")())  # noqa: B009 - see above

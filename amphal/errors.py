@@ -17,6 +17,7 @@
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
      ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
+     ├─ PrecastError                  (RuntimeError)  a precast model used as it can't be
      ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
      ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
      │   └─ MissingCallError          (AssertionError) a call that had to come first is missing
@@ -50,6 +51,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OpPolicyError",
     "OwnerWarning",
+    "PrecastError",
     "PrecisionWarning",
     "RegionStateError",
     "ScaleCollapseError",
@@ -122,6 +124,10 @@ class DuplicateBackendError(BackendError):
 
 class RegionStateError(AmphalError, RuntimeError):
     """An autocast region was left where it had not been entered."""
+
+
+class PrecastError(AmphalError, RuntimeError):
+    """A model of :func:`amphal.precast_` was run or changed where its outputs would be others."""
 
 
 class TorchTooOldError(AmphalError, RuntimeError):

@@ -1,0 +1,230 @@
+"""What ``precast_`` leaves on a model: what is stored low, the checks, and the way back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _compat
+from ._consumers import Weight
+from ._names import short_name
+from .errors import PrecastError, StateDictError
+
+__all__ = ["State", "Stored", "policy_changes", "same_bits", "states_in"]
+
+_ATTRIBUTE = "_amphal_precast"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are alike in dtype, shape and every bit."""
+    if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
+        return False
+    if a.layout is not torch.strided or a.is_quantized:
+        return torch.equal(a, b)
+    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*raw)
+
+
+class Stored:
+    """A parameter that is stored low. Found by its place: loading may put another object there."""
+
+    def __init__(self, weight: Weight, keep: bool) -> None:
+        self.names, self.places = weight.names, weight.places
+        self.dtype = weight.param.dtype
+        self.bytes_saved = 0
+        self.kept: torch.Tensor | None = None
+        """The exact original, in host memory."""
+        self._keep = keep
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def param(self) -> nn.Parameter:
+        module, local = self.places[0]
+        return module._parameters[local]  # type: ignore[return-value]
+
+    def lower(self, low: torch.dtype) -> None:
+        data = self.param.data
+        cast = data.to(low)
+        if self._keep:
+            self.kept = data.cpu()
+        self.bytes_saved = data.nbytes - cast.nbytes
+        self.param.data = cast
+
+    def put(self, value: torch.Tensor) -> None:
+        """Store ``value``, at every place of it."""
+        done: dict[int, torch.Tensor] = {}
+        for module, local in self.places:
+            param = module._parameters[local]
+            if param is not None and id(param) not in done:
+                done[id(param)] = param
+                param.data = value.to(device=param.device, copy=True)
+
+
+class State:
+    """The record on a model, and the check before each forward: a hook that can be pickled."""
+
+    amphal_guard = True
+
+    def __init__(self, low: torch.dtype, device_type: str, lowered: frozenset[str]) -> None:
+        self.low, self.device_type = low, device_type
+        self.lowered = tuple(sorted(lowered))
+        self.policy = policy_changes(device_type)
+        self.stored: dict[str, Stored] = {}
+        self.region_inside = False
+        """The model enters regions of its own, so that none is needed around it."""
+        self._handles: list[Any] = []
+        self._holders: list[nn.Module] = []
+        self._watched: list[tuple[str, dict[str, Any], str]] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the checks on the model and the modules that hold what is stored."""
+        if not self._handles:
+            setattr(model, _ATTRIBUTE, self)
+            self._handles.append(model.register_forward_pre_hook(self))
+        held = set(map(id, self._holders))
+        for module, _ in (place for s in self.stored.values() for place in s.places):
+            if id(module) not in held:
+                held.add(id(module))
+                self._holders.append(module)
+                add: Any = module.register_load_state_dict_pre_hook
+                self._handles.append(add(_Load(self)))
+        self._watched = [
+            (s.name, module._parameters, local)
+            for s in self.stored.values()
+            for module, local in s.places[:1]
+        ]
+
+    def detach(self, model: nn.Module) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._holders.clear()
+        self._watched.clear()
+        delattr(model, _ATTRIBUTE)
+
+    def at(self, module: nn.Module, local: str) -> Stored | None:
+        """What is stored low at this place."""
+        for stored in self.stored.values():
+            if any(m is module and name == local for m, name in stored.places):
+                return stored
+        return None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Refuse to run where the outputs would silently be other ones."""
+        device = self.device_type
+        if not self.region_inside:
+            on = torch.is_autocast_enabled(device)
+            if not on or torch.get_autocast_dtype(device) is not self.low:
+                self._refuse_region(module, on)
+            if not _policy_fits(device, self.policy, self.lowered):
+                raise PrecastError(
+                    f"{type(module).__name__} was precast under another casting policy (ops=): "
+                    f"precast_ it in the region that it runs in. {_BACK}"
+                )
+        low = self.low
+        for name, params, local in self._watched:
+            param = params[local]
+            if param.requires_grad:
+                raise PrecastError(
+                    f"{name} is stored in {short_name(self.low)} and requires a gradient now: "
+                    f"call amphal.restore_(model) before you unfreeze parameters"
+                )
+            if param.dtype is not low or param.device.type != device:
+                raise PrecastError(
+                    f"{name} was precast to {short_name(self.low)} on {device} and is "
+                    f"{param.dtype} on {param.device} now: restore_ the model before you convert "
+                    "or move it to another kind of device, and precast_ it again there"
+                )
+
+    def _refuse_region(self, module: nn.Module, on: bool) -> None:
+        now = short_name(torch.get_autocast_dtype(self.device_type)) if on else "no"
+        raise PrecastError(
+            f"{type(module).__name__} was precast to {short_name(self.low)} and runs in {now} "
+            f"autocast region of {self.device_type!r}: enter amphal.autocast("
+            f"{self.device_type!r}, dtype={short_name(self.low)!r}) around it. {_BACK}"
+        )
+
+    def originals(self, given: Mapping[str, Any] | None, rounded: bool) -> Iterator[Any]:
+        """Each stored parameter with its original values; checks all, changes nothing."""
+        for stored in self.stored.values():
+            now = stored.param.data
+            source = stored.kept
+            if given is not None:
+                source = next((given[n] for n in stored.names if n in given), source)
+            if source is None and not rounded:
+                raise StateDictError(
+                    f"the original values of {stored.name} were not kept"
+                    f"{' and are not in the state dict' if given is not None else ''}: pass "
+                    "state_dict= with them, or rounded=True to go on with what is stored"
+                )
+            if source is not None:
+                fits = isinstance(source, torch.Tensor) and source.shape == now.shape
+                if fits and same_bits(source.to(device=now.device, dtype=self.low), now):
+                    yield stored, source.detach().to(stored.dtype)
+                    continue
+                if not rounded:
+                    raise StateDictError(
+                        f"{stored.name} is not the {short_name(self.low)} of these originals: it "
+                        "was changed since, or they are another model's. Pass rounded=True to "
+                        "go on with what is stored"
+                    )
+            yield stored, now.to(stored.dtype)
+
+
+_BACK = "amphal.restore_(model) undoes precast_"
+
+
+class _Load:
+    """Before a module loads a state dict: keep the originals true, and the stored dtype."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+    ) -> None:
+        state = self.state
+        for local, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state_dict.get(prefix + local)
+            stored = state.at(module, local)
+            if stored is None or not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue
+            if stored.kept is not None:
+                stored.kept = value.detach().to(stored.dtype, copy=True).cpu()
+            if metadata.get("assign_to_params_buffers") and not value.is_meta:
+                state_dict[prefix + local] = value.detach().to(state.low)
+
+
+Changes = tuple[tuple[str, str], ...]
+
+
+def policy_changes(device_type: str) -> Changes:
+    """What regions with ``ops=`` change on this device in this thread: op to policy."""
+    module = sys.modules.get("amphal._policy")
+    effective = module.active() if module is not None else None
+    if effective is None:
+        return ()
+    key = _compat.autocast_key(device_type)
+    tables = effective.tables
+    return tuple(sorted((op, tables[k][op]) for op, k in effective.actions if k == key))
+
+
+@_compat.constant_in_graphs
+def _policy_fits(device_type: str, then: Changes, lowered: tuple[str, ...]) -> bool:
+    """Whether the policy in force casts to the low precision what it did then."""
+    now = policy_changes(device_type)
+    if now == then:
+        return True
+    return not any("lower_precision" in pair or pair[0] in lowered for pair in set(now) ^ set(then))
+
+
+def states_in(model: nn.Module) -> list[tuple[nn.Module, State]]:
+    """The records on a model and in it."""
+    return [(m, vars(m)[_ATTRIBUTE]) for m in model.modules() if _ATTRIBUTE in vars(m)]
