@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _compat
 from ._stock import FUSED_LAYER_CASTS
 
-__all__ = ["Reads", "Weight", "unfit", "weights_of"]
+__all__ = ["Conversions", "Reads", "Weight", "unfit", "weights_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,8 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._at = {_address(w.param): w.name for w in weights}
         self._low, self._lowered = low, lowered
+        self.converting = False
+        """Set by :class:`Conversions` while code of the model converts a tensor."""
         self.casts: set[str] = set()
         self.others: dict[str, str] = {}
 
@@ -158,7 +161,9 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_copy(self, weight: str, view: torch.Tensor, kwargs: dict[str, Any]) -> None:
         dtype, device = kwargs.get("dtype"), kwargs.get("device")
-        if dtype is not self._low or (device is not None and device != view.device):
+        if self.converting:
+            self.others.setdefault(weight, "the model converts it itself, whatever autocast does")
+        elif dtype is not self._low or (device is not None and device != view.device):
             self.others.setdefault(weight, f"it is copied to {dtype or view.dtype}")
         elif kwargs.get("memory_format") not in (None, torch.preserve_format):
             self.others.setdefault(weight, "it is cast to another memory format")
@@ -172,6 +177,29 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if weight.name in self.others:
             return self.others[weight.name]
         return None if weight.name in self.casts else "nothing read it in the example"
+
+
+class Conversions(TorchFunctionMode):
+    """Tells :class:`Reads` which casts are the model's own, such as ``weight.to(x.dtype)``.
+
+    Those may be others with other inputs. Below autocast they look like its own. With a function
+    mode on, torch's fused transformer kernels aren't taken, so it is not on in every run.
+    """
+
+    _NAMES = frozenset(["to", "type", "type_as", "bfloat16", "half", "float", "_to_copy"])
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in self._NAMES:
+            return func(*args, **(kwargs or {}))
+        self._reads.converting = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._reads.converting = False
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import _stock
-from ._consumers import Reads, Weight, unfit
+from ._consumers import Conversions, Reads, Weight, unfit
 from ._plan import Plan
 from ._precast_state import State, Stored, policy_changes
 from ._trial import Mode, Outcome, Trial
@@ -98,7 +98,8 @@ class Job:
     ) -> Reads:
         reads = Reads(weights, self.state.low, self._lowered_now())
         for mode in modes:
-            trial.run(mode, reads, region)
+            trial.run(mode, reads, region=region)
+            trial.run(mode, Conversions(reads), reads, region=region)
         return reads
 
     def _lowered_now(self) -> frozenset[str]:

@@ -102,6 +102,12 @@ def dtype_picks_path(model: nn.Module) -> dict[int, str]:
         for layer in model.modules()
         if type(layer) is nn.TransformerEncoderLayer and _always_fused(layer)
     }
+    # Its keys are the memory, and the fused kernel is for attention of an input to itself.
+    covered |= {
+        id(layer.multihead_attn)
+        for layer in model.modules()
+        if type(layer) is nn.TransformerDecoderLayer
+    }
     reason = "its dtype decides whether nn.MultiheadAttention takes its fused kernel"
     return {
         id(p): reason

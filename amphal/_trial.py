@@ -51,7 +51,7 @@ class Trial:
         self.model, self.device, self.region = model, device, region
         self._call = _caller(example)
 
-    def run(self, mode: Mode, watch: Any = None, region: bool = True) -> Outcome:
+    def run(self, mode: Mode, *watch: Any, region: bool = True) -> Outcome:
         """One run, forward and where something trains backward, from the same state each time."""
         flip, grad = mode
         where = self.region() if region else contextlib.nullcontext()
@@ -59,9 +59,9 @@ class Trial:
             if flip:
                 for module in self.model.modules():
                     module.training = not module.training
-            with where, watch or contextlib.nullcontext():
+            with where, _all(watch):
                 outputs = list(_leaves(self._call(self.model)))
-            with watch or contextlib.nullcontext():
+            with _all(watch):
                 grads = self._grads(outputs) if grad else []
         if not outputs:
             raise ArgumentError(
@@ -75,6 +75,13 @@ class Trial:
         if not trained or not roots:
             return []
         return list(torch.autograd.grad(roots, trained, allow_unused=True))
+
+
+def _all(watch: tuple[Any, ...]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for context in watch:
+        stack.enter_context(context)
+    return stack
 
 
 def _caller(example: Any) -> Callable[[nn.Module], Any]:
