@@ -41,7 +41,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
     found: dict[int, tuple[nn.Parameter, dict[str, None], dict[tuple[int, str], Any]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for local, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not param.is_floating_point():
+            if nn.parameter.is_lazy(param) or not param.is_floating_point():
                 continue
             _, names, places = found.setdefault(id(param), (param, {}, {}))
             names[f"{prefix}.{local}" if prefix else local] = None

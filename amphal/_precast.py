@@ -201,12 +201,14 @@ def full_precision_state_dict(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"it takes an nn.Module, got {type(model).__name__}")
     state_dict = model.state_dict()
-    for module, state in states_in(model):
-        prefix = _prefix(model, module)
-        for stored, value in state.originals(None, rounded=True):
-            for name in stored.names:
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = value
+    full = {
+        id(stored.param): value
+        for _, state in states_in(model)
+        for stored, value in state.originals(None, rounded=True)
+    }
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in full and name in state_dict:
+            state_dict[name] = full[id(param)]
     return state_dict
 
 

@@ -39,6 +39,7 @@ class Job:
         elif wanted:
             trial = Trial(self.model, example, self.plan.device, self.plan.autocast)
             self._try(trial, wanted)
+        torch.clear_autocast_cache()
         if self.state.stored:
             self.state.attach(self.model)
         self.left = {w.name: self.left[w.name] for w in weights if w.name in self.left}

@@ -130,11 +130,16 @@ class State:
                 )
         low = self.low
         for name, params, local in self._watched:
-            param = params[local]
+            param = params.get(local)
+            if param is None:
+                raise PrecastError(
+                    f"{name} was precast and is no parameter of its module now: restore_ the model "
+                    "before you parametrize, prune or replace what it holds"
+                )
             if param.requires_grad:
                 raise PrecastError(
                     f"{name} is stored in {short_name(self.low)} and requires a gradient now: "
-                    f"call amphal.restore_(model) before you unfreeze parameters"
+                    "call amphal.restore_(model) before you unfreeze parameters"
                 )
             if param.dtype is not low or param.device.type != device:
                 raise PrecastError(
@@ -155,6 +160,10 @@ class State:
         """Each stored parameter with its original values; checks all, changes nothing."""
         for stored in self.stored.values():
             now = stored.param.data
+            if stored.param.grad is not None:
+                raise PrecastError(
+                    f"{stored.name} has a gradient of the stored precision; set .grad to None first"
+                )
             source = stored.kept
             if given is not None:
                 source = next((given[n] for n in stored.names if n in given), source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ._custom_function import cast, fields_of, is_record
-from .errors import ArgumentError, ArgumentTypeError, did_you_mean
+from .errors import ArgumentError, ArgumentTypeError, PrecastError, did_you_mean
 
 __all__ = ["set_precision"]
 
@@ -51,6 +52,7 @@ def set_precision(
     Raises:
         ArgumentTypeError: an argument of the wrong type.
         ArgumentError: an unknown precision, or no submodule matches. Nothing was changed.
+        PrecastError: ``"fp32"`` for parameters that :func:`precast_` stores low.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"set_precision() pins an nn.Module, got {type(module).__name__}")
@@ -60,6 +62,8 @@ def set_precision(
             f"{did_you_mean(str(precision), _PRECISIONS)}"
         )
     chosen = _choose(module, names, types)
+    if precision == "fp32":
+        _refuse_precast(module, chosen.values())
     for found in chosen.values():
         _release(found)
         if precision is not None:
@@ -92,6 +96,20 @@ def _choose(module: nn.Module, names: Any, types: Any) -> dict[str, nn.Module]:
             f"print(dict(module.named_modules())) shows their names.{near}"
         )
     return chosen
+
+
+def _refuse_precast(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
+    precast = sys.modules.get("amphal._precast_state")
+    if precast is None:
+        return
+    below = {id(m) for pinned in chosen for m in pinned.modules()}
+    for _, state in precast.states_in(model):
+        for stored in state.stored.values():
+            if any(id(holder) in below for holder, _ in stored.places):
+                raise PrecastError(
+                    f"{stored.name} is stored in low precision, so it can't be pinned to fp32: "
+                    "call amphal.restore_(model), pin, and precast_ again"
+                )
 
 
 def _pin(module: nn.Module, precision: Pinned) -> None:

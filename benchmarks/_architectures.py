@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ALL", "TORCH_ONLY", "Block", "UNet"]
+__all__ = ["ALL", "TIMM", "TORCH_ONLY", "TRANSFORMERS", "Block", "UNet"]
 
 Inputs = Callable[[], Any]
 Pair = tuple[Callable[[], nn.Module], Inputs]
@@ -82,10 +82,15 @@ def _transformers(kind: str, config: str, **kwargs: Any) -> nn.Module:
     return model
 
 
-def _conv_mixer() -> nn.Module:
-    from timm.models.convmixer import ConvMixer
+def _conv_mixer(width: int = 128, depth: int = 4) -> nn.Module:
+    def block() -> nn.Module:
+        mix = [nn.Conv2d(width, width, 5, groups=width, padding="same"), nn.GELU()]
+        more = [nn.BatchNorm2d(width), nn.Conv2d(width, width, 1), nn.GELU()]
+        return nn.Sequential(*mix, *more, nn.BatchNorm2d(width))
 
-    return ConvMixer(dim=128, depth=4, kernel_size=5, patch_size=4, num_classes=10)
+    enter = [nn.Conv2d(3, width, 4, 4), nn.GELU(), nn.BatchNorm2d(width)]
+    leave = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)]
+    return nn.Sequential(*enter, *(block() for _ in range(depth)), *leave)
 
 
 _BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -100,12 +105,21 @@ TORCH_ONLY: dict[str, Pair] = {
     "nn.LSTM": (lambda: nn.LSTM(64, 128, 2, bidirectional=True), lambda: torch.randn(5, 2, 64)),
     "nn.GRU": (lambda: nn.GRU(64, 128, 2), lambda: torch.randn(5, 2, 64)),
     "UNet": (UNet, _images),
+    "ConvMixer": (_conv_mixer, _images),
 }
-ALL: dict[str, Pair] = {
-    **TORCH_ONLY,
-    "ResNet-18 (timm)": (lambda: _timm("resnet18"), _images),
-    "ViT (timm)": (lambda: _timm("vit_tiny_patch16_224", img_size=64), _images),
-    "ConvMixer (timm)": (_conv_mixer, _images),
+TRANSFORMERS: dict[str, Pair] = {
+    "ResNet (transformers)": (
+        lambda: _transformers(
+            "ResNetModel", "ResNetConfig", embedding_size=32, hidden_sizes=[32, 64], depths=[2, 2]
+        ),
+        _images,
+    ),
+    "ViT (transformers)": (
+        lambda: _transformers(
+            "ViTModel", "ViTConfig", image_size=64, intermediate_size=256, **_BERT
+        ),
+        _images,
+    ),
     "BERT (transformers)": (
         lambda: _transformers(
             "BertModel", "BertConfig", vocab_size=100, intermediate_size=256, **_BERT
@@ -133,4 +147,10 @@ ALL: dict[str, Pair] = {
         lambda: {"input_ids": _ids(), "use_cache": False},
     ),
 }
+TIMM: dict[str, Pair] = {
+    "ResNet-18 (timm)": (lambda: _timm("resnet18"), _images),
+    "ViT tiny (timm)": (lambda: _timm("vit_tiny_patch16_224", img_size=64), _images),
+    "ConvNeXt (timm)": (lambda: _timm("convnext_atto"), _images),
+}
+ALL: dict[str, Pair] = {**TORCH_ONLY, **TRANSFORMERS, **TIMM}
 """Name to a function that makes the model and one that makes inputs, with torch's generator."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _architectures import ALL, Block
+from _architectures import TIMM, TORCH_ONLY, TRANSFORMERS, Block
 from _timing import by_turns, figures
 from torch import Tensor, nn
 
@@ -156,19 +157,24 @@ def measure_lora(plan: amphal.Plan, rounds: int, wait: Any) -> list[dict[str, An
     return rows
 
 
-def measure_architectures(plan: amphal.Plan) -> list[dict[str, Any]]:
+def can_run() -> tuple[dict[str, Any], dict[str, str]]:
+    """The architectures whose libraries can be imported; the names of the others, and why."""
+    chosen, missing = dict(TORCH_ONLY), {}
+    for library, architectures in (("transformers", TRANSFORMERS), ("timm", TIMM)):
+        try:
+            importlib.import_module(library)
+        except Exception as exc:  # timm's torchvision may be built for another torch
+            reason = f"{library} can't be imported ({exc}): pip install -e '.[bench]'"
+            missing |= dict.fromkeys(architectures, reason)
+        else:
+            chosen |= architectures
+    return chosen, missing
+
+
+def measure_architectures(plan: amphal.Plan, chosen: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs on inputs that ``precast_`` has not seen, compared bit for bit."""
-    try:
-        import timm  # noqa: F401
-        import transformers
-    except ImportError as exc:
-        raise SystemExit(
-            f"the table of architectures needs {exc.name}: pip install -e '.[bench]', or leave it "
-            "out with --no-architectures"
-        ) from None
-    transformers.logging.set_verbosity_error()
     rows = []
-    for name, (make, inputs) in ALL.items():
+    for name, (make, inputs) in chosen.items():
         torch.manual_seed(0)
         model = make().eval().requires_grad_(False).to(plan.device)
         ours = copy.deepcopy(model)
@@ -207,13 +213,15 @@ def measure(
         timed = measure_encoder(plan, rounds, wait, stock=False)
         timed += measure_encoder(plan, rounds, wait, stock=True)
         timed += measure_lora(plan, rounds, wait)
-        table = measure_architectures(plan) if architectures else []
+        chosen, missing = can_run() if architectures else ({}, {})
+        table = measure_architectures(plan, chosen)
     return {
         "torch": torch.__version__,
         "hardware": plan.hardware.name,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "timed": timed,
         "architectures": table,
+        "not_run": missing,
     }
 
 
@@ -250,6 +258,9 @@ def show(found: dict[str, Any]) -> None:
             same_bits = "yes" if r["bit_equal"] else "NO"
             table.add_row(r["name"], str(r["cast"]), str(r["left"]), *sizes, same_bits)
         console.print(table)
+    for reason in sorted(set(found["not_run"].values())):
+        names = [name for name, why in found["not_run"].items() if why == reason]
+        console.print(f"not run: {', '.join(names)}: {reason}", markup=False)
 
 
 def main() -> None:
