@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -125,7 +126,9 @@ def precast_(
         state = State(low, device_type, lowered)
     done = {name for s in state.stored.values() for name in s.names}
     job = Job(model, plan, lowered, state, keep_originals)
-    job.run([w for w in frozen if w.name not in done], example_inputs)
+    # What is made in inference mode can't take part in training later.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        job.run([w for w in frozen if w.name not in done], example_inputs)
     return _report(low, state, job.left, job.verified)
 
 
@@ -169,7 +172,8 @@ def restore_(
         The names of the parameters that were restored.
 
     Raises:
-        StateDictError: original values are missing or not those of this model. Nothing was changed.
+        StateDictError: original values are missing or not those of this model.
+        PrecastError: a stored parameter has a gradient. In both cases nothing was changed.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"restore_() takes an nn.Module, got {type(model).__name__}")
@@ -181,13 +185,19 @@ def restore_(
         (m, s, list(s.originals(_below(model, m, state_dict), rounded)))
         for m, s in states_in(model)
     ]
+    for stored in (s for _, _, originals in found for s, _ in originals):
+        if stored.param.grad is not None:
+            raise PrecastError(
+                f"{stored.name} has a gradient of the stored precision: set .grad to None first"
+            )
     names = []
-    for module, state, originals in found:
-        prefix = _prefix(model, module)
-        for stored, value in originals:
-            stored.put(value)
-            names.append(prefix + stored.name)
-        state.detach(module)
+    with torch.inference_mode(False), torch.no_grad():
+        for module, state, originals in found:
+            prefix = _prefix(model, module)
+            for stored, value in originals:
+                stored.put(value)
+                names.append(prefix + stored.name)
+            state.detach(module)
     torch.clear_autocast_cache()
     return tuple(names)
 

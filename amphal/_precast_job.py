@@ -173,7 +173,9 @@ class _Search:
         for weight, data in originals:
             weight.param.data = data
             state.stored.pop(weight.name, None)
-        if not state.stored:
+        if state.stored:
+            state.attach(self.job.model)
+        else:
             state.detach(self.job.model)
 
 

@@ -160,10 +160,6 @@ class State:
         """Each stored parameter with its original values; checks all, changes nothing."""
         for stored in self.stored.values():
             now = stored.param.data
-            if stored.param.grad is not None:
-                raise PrecastError(
-                    f"{stored.name} has a gradient of the stored precision; set .grad to None first"
-                )
             source = stored.kept
             if given is not None:
                 source = next((given[n] for n in stored.names if n in given), source)

@@ -288,6 +288,32 @@ def test_restoring_inside_a_region_uses_the_restored_values() -> None:
         assert not torch.equal(model(X), before)
 
 
+def test_in_inference_mode_as_elsewhere() -> None:
+    """What is stored and restored there can take part in training afterwards."""
+    model = Net()
+    with torch.inference_mode():
+        amphal.precast_(model, example_inputs=X, plan=plan(), keep_originals=True)
+        assert_same(run(model, X), run(Net(), X))
+    assert not any(p.is_inference() for p in model.parameters())
+    run(model, X)[0].sum().backward()
+    with torch.inference_mode():
+        amphal.restore_(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    assert_restored(model, Net())
+
+
+def test_a_gradient_of_the_stored_precision_is_in_the_way() -> None:
+    """Of a parameter that was unfrozen and trained past the check."""
+    model = precast(keep=True)
+    model.base[2].weight.requires_grad_(True)
+    model.base[2](X.to(LOW)).sum().backward()
+    with pytest.raises(amphal.PrecastError, match=r"base\.2\.weight has a gradient"):
+        amphal.restore_(model)
+    model.base[2].weight.grad = None
+    amphal.restore_(model)
+    assert model.base[2].weight.dtype is FULL
+
+
 def test_wrong_types_are_refused() -> None:
     """With what is wanted."""
     with pytest.raises(amphal.ArgumentTypeError, match=r"nn\.Module"):
