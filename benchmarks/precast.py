@@ -244,10 +244,18 @@ def show(found: dict[str, Any]) -> None:
     console = Console()
     title = f"{found['hardware']}, torch {found['torch']}, {found['dtype']}"
     table = Table(
-        "", "tokens", "torch ms", "amphal ms", "faster", "limit", "same bits", title=title
+        "",
+        "tokens",
+        "torch ms",
+        "amphal ms",
+        "faster",
+        "undisturbed",
+        "limit",
+        "same bits",
+        title=title,
     )
     for r in found["timed"]:
-        numbers = (f"{r[k]:.2f}" for k in ("torch_ms", "amphal_ms", "times_faster"))
+        numbers = (f"{r[k]:.2f}" for k in ("torch_ms", "amphal_ms", "times_faster", "undisturbed"))
         same_bits = "yes" if r["bit_equal"] else "NO"
         table.add_row(r["name"], str(r["tokens"]), *numbers, f"{r['least']}", same_bits)
     console.print(table)
