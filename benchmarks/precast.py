@@ -241,7 +241,7 @@ def show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=110)
     title = f"{found['hardware']}, torch {found['torch']}, {found['dtype']}"
     table = Table(
         "",
