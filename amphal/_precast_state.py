@@ -128,25 +128,32 @@ class State:
                     f"{type(module).__name__} was precast under another casting policy (ops=): "
                     f"precast_ it in the region that it runs in. {_BACK}"
                 )
-        low = self.low
+        low, param = self.low, None
         for name, params, local in self._watched:
             param = params.get(local)
-            if param is None:
-                raise PrecastError(
-                    f"{name} was precast and is no parameter of its module now: restore_ the model "
-                    "before you parametrize, prune or replace what it holds"
-                )
-            if param.requires_grad:
-                raise PrecastError(
-                    f"{name} is stored in {short_name(self.low)} and requires a gradient now: "
-                    "call amphal.restore_(model) before you unfreeze parameters"
-                )
-            if param.dtype is not low or param.device.type != device:
-                raise PrecastError(
-                    f"{name} was precast to {short_name(self.low)} on {device} and is "
-                    f"{param.dtype} on {param.device} now: restore_ the model before you convert "
-                    "or move it to another kind of device, and precast_ it again there"
-                )
+            if param is None or param.requires_grad or param.dtype is not low:
+                self._refuse_parameter(name, param)
+        # Of the last alone: the question takes longer than the others, and a model moves as one.
+        if param is not None and param.device.type != device:
+            self._refuse_parameter(name, param)
+
+    def _refuse_parameter(self, name: str, param: torch.Tensor | None) -> None:
+        low = short_name(self.low)
+        if param is None:
+            raise PrecastError(
+                f"{name} was precast and is no parameter of its module now: restore_ the model "
+                "before you parametrize, prune or replace what it holds"
+            )
+        if param.requires_grad:
+            raise PrecastError(
+                f"{name} is stored in {low} and requires a gradient now: "
+                "call amphal.restore_(model) before you unfreeze parameters"
+            )
+        raise PrecastError(
+            f"{name} was precast to {low} on {self.device_type} and is {param.dtype} on "
+            f"{param.device} now: restore_ the model before you convert it or move it to another "
+            "kind of device, and precast_ it again there"
+        )
 
     def _refuse_region(self, module: nn.Module, on: bool) -> None:
         now = short_name(torch.get_autocast_dtype(self.device_type)) if on else "no"

@@ -229,6 +229,9 @@ def test_changes_to_what_is_stored_are_noticed() -> None:
     nn.utils.parametrizations.spectral_norm(model.base[2])
     with pytest.raises(amphal.PrecastError, match="no parameter of its module"):
         run(model, X)
+    model = precast().to("meta")
+    with pytest.raises(amphal.PrecastError, match="on meta now"):
+        run(model, X.to("meta"))
 
 
 def test_a_module_of_a_model_can_be_precast_alone() -> None:
