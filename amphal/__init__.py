@@ -10,15 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._autocast import autocast
-from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
-from ._detect import Plan, detect
-from ._registry import (
-    Registration,
-    get_backend,
-    register_backend,
-    registered_backends,
-    unregister_backend,
-)
 from .errors import (
     AmphalError,
     AmphalWarning,
@@ -46,31 +37,54 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
     from ._custom_function import custom_bwd, custom_fwd
+    from ._detect import detect
     from ._hardware import KnownHardware, known_hardware
     from ._install import AutocastOp, register_autocast_op
     from ._monitor import GradHealth, GradMonitor
     from ._oplists import OpLists
     from ._ops import op_lists
     from ._outcome import StepOutcome
+    from ._plan import Plan
     from ._precision import set_precision
+    from ._registry import (
+        Registration,
+        get_backend,
+        register_backend,
+        registered_backends,
+        unregister_backend,
+    )
     from ._scaler import GradScaler
 
-# What not every program uses is imported at its first use, so that ``import amphal`` stays cheap.
+# Imported at its first use, so that ``import amphal`` stays cheap in programs that may not use it.
+# The region is not among these: Dynamo must find it when it traces.
 _AT_FIRST_USE = {
-    "OpLists": "_oplists",
-    "custom_bwd": "_custom_function",
-    "custom_fwd": "_custom_function",
     "AutocastOp": "_install",
+    "Availability": "_backend",
+    "Backend": "_backend",
+    "DtypeSupport": "_backend",
     "GradHealth": "_monitor",
     "GradMonitor": "_monitor",
     "GradScaler": "_scaler",
+    "Hardware": "_backend",
     "KnownHardware": "_hardware",
+    "OpLists": "_oplists",
+    "Plan": "_plan",
+    "Registration": "_registry",
+    "ScalerSupport": "_backend",
     "StepOutcome": "_outcome",
+    "custom_bwd": "_custom_function",
+    "custom_fwd": "_custom_function",
+    "detect": "_detect",
+    "get_backend": "_registry",
     "known_hardware": "_hardware",
     "op_lists": "_ops",
     "register_autocast_op": "_install",
+    "register_backend": "_registry",
+    "registered_backends": "_registry",
     "set_precision": "_precision",
+    "unregister_backend": "_registry",
 }
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ._compat import torch_version
 from .errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -55,12 +56,6 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 Level = Literal["native", "emulated", "absent"]
 _LEVELS = ("native", "emulated", "absent")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*\Z")
-
-
-def torch_version() -> tuple[int, int]:
-    """The torch that runs, as ``(major, minor)``."""
-    major, minor = torch.__version__.split("+")[0].split(".")[:2]
-    return int(major), int(re.match(r"\d+", minor)[0])  # type: ignore[index]
 
 
 def _check(owner: str, name: str, value: object, kind: type | tuple[type, ...], want: str) -> None:

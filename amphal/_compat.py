@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ __all__ = [
     "function_mode_enabled",
     "plain_autocast",
     "privateuse1_name",
+    "torch_version",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -45,6 +47,12 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 
 # The name that a third-party device took for itself; torch.autocast keeps it as an attribute.
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
+
+
+def torch_version() -> tuple[int, int]:
+    """The torch that runs, as ``(major, minor)``."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(re.match(r"\d+", minor)[0])  # type: ignore[index]
 
 
 def constant_in_graphs(func: _F) -> _F:
