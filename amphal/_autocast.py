@@ -247,7 +247,10 @@ class Region(torch.autocast):
         return Region, (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
-_regions: dict[tuple[object, object, bool, bool | None], Region] = {}
+_Arguments = tuple[object, object, bool, bool | None]
+_regions: dict[_Arguments, Region] = {}
+_chosen: dict[_Arguments, tuple[object, Region]] = {}
+"""For arguments that leave something to the environment: the plan then chosen, and its region."""
 _MOST = 512
 
 # Up to torch 2.12 a cast made under no_grad is cached without a gradient, and a later forward in
@@ -260,8 +263,13 @@ def _settling() -> Any:
     """What validates arguments, loaded when the first region is made: importing stays cheap."""
     from . import _settle
 
-    _settle.on_clear(_regions.clear)
+    _settle.on_clear(_forget)
     return _settle
+
+
+def _forget() -> None:
+    _regions.clear()
+    _chosen.clear()
 
 
 @overload
@@ -317,10 +325,18 @@ def autocast(
     if (enabled is True or enabled is False) and (
         cache_enabled is None or cache_enabled is True or cache_enabled is False
     ):
+        key = device_type, dtype, enabled, cache_enabled
         try:
-            return _regions[device_type, dtype, enabled, cache_enabled]
-        except (KeyError, TypeError):
-            pass
+            region = _regions.get(key)
+            if region is None and key in _chosen:
+                plan, region = _chosen[key]
+                # The environment has a part in this answer: it holds while detect() gives it.
+                if _settling().planned(device_type, dtype) is not plan:
+                    region = None
+        except TypeError:  # not hashable; what is wrong with it is said below
+            region = None
+        if region is not None:
+            return region
     return _build(device_type, dtype, enabled, cache_enabled)
 
 
@@ -347,11 +363,14 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
     key = (device, low, on, cache_enabled)
     region = _regions.get(key) or Region(device, low, on, cache_enabled)
     if before == settling.generation():  # else it was settled for a registry that has changed
-        if len(_regions) >= _MOST:
-            _regions.clear()
+        if len(_regions) + len(_chosen) >= _MOST:
+            _forget()
         _regions[key] = region
         if settling.independent(device_type, dtype):
             _regions[device_type, dtype, enabled, cache_enabled] = region
+        elif enabled:
+            plan = settling.planned(device_type, dtype)
+            _chosen[device_type, dtype, enabled, cache_enabled] = plan, region
     return region
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._autocast import Region, autocast
 from ._backend import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._names import short_name
 from .errors import ArgumentTypeError, BackendError, UnsupportedPrecisionError
 
 if TYPE_CHECKING:
-    from ._autocast import Region
     from ._scaler import GradScaler
 
 __all__ = ["Plan", "choose", "decide", "facts", "has_scaler"]
@@ -70,8 +70,6 @@ class Plan:
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> Region:
         """A region of this plan's dtype on this plan's device: ``amphal.autocast(plan)``."""
-        from ._autocast import autocast
-
         return autocast(self, enabled=enabled, cache_enabled=cache_enabled)
 
     def grad_scaler(self, **kwargs: Any) -> GradScaler:

@@ -15,7 +15,7 @@ from ._detect import generation, on_clear
 from ._plan import Plan
 from .errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["generation", "independent", "on_clear", "settled"]
+__all__ = ["generation", "independent", "on_clear", "planned", "settled"]
 
 
 def settled(
@@ -29,6 +29,11 @@ def settled(
 def independent(device: object, dtype: object) -> bool:
     """Whether these arguments leave nothing to the environment: the answer to them lasts."""
     return isinstance(device, Plan) or (device is not None and dtype is not None)
+
+
+def planned(device: Any, dtype: Any) -> Plan:
+    """The plan of these arguments now; the same object until the answers are forgotten."""
+    return _detect.detect(device, precision="auto" if dtype is None else dtype)
 
 
 def _check_flags(enabled: object, cache_enabled: object) -> None:
@@ -64,7 +69,7 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
     else:
         if device is not None:
             device = _torch_device_string(*_detect.named_device(device, what="device_type"))
-        plan = _detect.detect(device, precision="auto" if precision is None else precision)
+        plan = planned(device, precision)
         device_type = plan.hardware.device_type
         precision = plan.dtype
     if not _compat.autocast_available(device_type):
