@@ -18,7 +18,7 @@ import torch
 from amphal import OpLists
 from amphal._backend import torch_version
 
-__all__ = ["FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xla", "xpu"]
+__all__ = ["FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xpu"]
 
 
 def _ops(names: str) -> frozenset[str]:
@@ -232,32 +232,3 @@ def cpu(dtype: torch.dtype) -> OpLists:
         promote=_CPU_PROMOTE | _IPEX_PROMOTE | taken,
         as_is=as_is,
     )
-
-
-_XLA_LOWER_PRECISION = _ops(
-    """
-    addbmm addmm baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
-    conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input einsum linear matmul
-    max_pool2d mm prelu relu
-    """
-)
-
-_XLA_FP32 = _ops(
-    """
-    _softmax batch_norm binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
-    cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList
-    ctc_loss.Tensor hinge_embedding_loss inverse kl_div l1_loss linalg_inv_ex linalg_svd
-    log_softmax.Dimname log_softmax.int margin_ranking_loss mse_loss multi_margin_loss
-    multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d pow.Tensor_Scalar
-    prod prod.dim_Dimname prod.dim_int qr reflection_pad1d reflection_pad2d replication_pad1d
-    replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss softmax.Dimname
-    softmax.int svd trace triangular_solve triplet_margin_loss
-    """
-)
-
-_XLA_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])
-
-
-def xla(dtype: torch.dtype) -> OpLists:
-    """The policy that torch_xla 2.9 brings for its device: data for a plug-in that serves it."""
-    return OpLists(lower_precision=_XLA_LOWER_PRECISION, fp32=_XLA_FP32, promote=_XLA_PROMOTE)
