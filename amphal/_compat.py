@@ -1,6 +1,6 @@
 """Every use of a private torch or CPython name, in one place, with its reason.
 
-Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the message says so.
+Each was checked on torch 2.6, 2.8, 2.9, 2.13 and 2.14. Where one is missing, the message says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _private(name: str) -> Any:
     if not hasattr(torch._C, name):
         raise TorchTooOldError(
             f"torch {torch.__version__} has no torch._C.{name}, which amphal needs; "
-            "use a torch that this amphal supports (2.6 to 2.13), or a newer amphal"
+            "use a torch that this amphal supports (2.6 to 2.14), or a newer amphal"
         )
     return getattr(torch._C, name)
 
@@ -86,7 +86,7 @@ def foreach_devices() -> frozenset[str]:
     """
     try:
         from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.13
+    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.14
         return frozenset()
     return frozenset(_get_foreach_kernels_supported_devices())
 

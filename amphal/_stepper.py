@@ -281,7 +281,7 @@ def needs_host(optimizer: Any) -> bool:
     for group in optimizer.param_groups:
         if group.get("momentum"):
             # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
-            # memory that nobody wrote, and steps with it next time (2.6 to 2.13).
+            # memory that nobody wrote, and steps with it next time (2.6 to 2.14).
             first = next((p for p in group["params"] if p.grad is not None), None)
             if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
                 return True
