@@ -41,6 +41,7 @@ from .errors import (
     ScalerStateError,
     StateDictError,
     TorchTooOldError,
+    TuneError,
     UnknownDeviceError,
     UnsupportedPrecisionError,
 )
@@ -49,12 +50,14 @@ if TYPE_CHECKING:
     from ._custom_function import custom_bwd, custom_fwd
     from ._hardware import KnownHardware, known_hardware
     from ._install import AutocastOp, register_autocast_op
+    from ._measured import Measurement
     from ._monitor import GradHealth, GradMonitor
     from ._oplists import OpLists
     from ._ops import op_lists
     from ._outcome import StepOutcome
     from ._precision import set_precision
     from ._scaler import GradScaler
+    from ._tune import tune
 
 # What not every program uses is imported at its first use, so that ``import amphal`` stays cheap.
 _AT_FIRST_USE = {
@@ -66,11 +69,13 @@ _AT_FIRST_USE = {
     "GradMonitor": "_monitor",
     "GradScaler": "_scaler",
     "KnownHardware": "_hardware",
+    "Measurement": "_measured",
     "StepOutcome": "_outcome",
     "known_hardware": "_hardware",
     "op_lists": "_ops",
     "register_autocast_op": "_install",
     "set_precision": "_precision",
+    "tune": "_tune",
 }
 
 
@@ -107,6 +112,7 @@ __all__ = [
     "GradScaler",
     "Hardware",
     "KnownHardware",
+    "Measurement",
     "MissingCallError",
     "MissingExtraError",
     "MissingStateKeyError",
@@ -125,6 +131,7 @@ __all__ = [
     "StateDictError",
     "StepOutcome",
     "TorchTooOldError",
+    "TuneError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
     "autocast",
@@ -138,5 +145,6 @@ __all__ = [
     "register_backend",
     "registered_backends",
     "set_precision",
+    "tune",
     "unregister_backend",
 ]

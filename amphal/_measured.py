@@ -1,0 +1,59 @@
+"""What a measurement leaves behind: one frozen row a candidate, and the sentences made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Measurement", "duration", "sentences"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What :func:`amphal.tune` found of one candidate."""
+
+    candidate: str
+    """Its name: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp32:medium"`` …"""
+    seconds: float | None
+    """The median time of a step; None where it was never timed."""
+    ratio: float | None
+    """Its time as a multiple of the shortest median, round by round; None where never timed."""
+    rounds: int
+    """How many interleaved rounds it took part in."""
+    loss: float | None
+    """The last of the losses that were compared; None without a loss."""
+    dropped: bool = False
+    """True where it could not be chosen."""
+    note: str = ""
+    """Why it was dropped, or stopped before the end."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain JSON-able values."""
+        return asdict(self)
+
+
+def duration(seconds: float) -> str:
+    """Three digits with a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _sentence(row: Measurement) -> str:
+    if row.dropped:
+        return f"{row.candidate} was dropped: {row.note}"
+    if row.seconds is None or row.ratio is None:
+        return f"{row.candidate} was not timed: {row.note}"
+    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
+    note = f" ({row.note})" if row.note else ""
+    return (
+        f"{row.candidate} takes {duration(row.seconds)} a step, {row.ratio:.2f} x the fastest, "
+        f"in {row.rounds} rounds{loss}{note}"
+    )
+
+
+def sentences(rows: Iterable[Measurement]) -> list[str]:
+    """One sentence a row."""
+    return [_sentence(row) for row in rows]
