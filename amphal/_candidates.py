@@ -10,6 +10,7 @@ import torch
 
 from ._backend import LOW_PRECISION
 from ._matmul import PRECISIONS as MATMULS
+from ._measured import Measurement, sentences
 from ._names import named_precision, short_name
 from ._plan import Plan
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError, did_you_mean
@@ -133,7 +134,16 @@ def _plan(base: Plan, dtype: torch.dtype, matmul: str | None, can_scale: bool) -
     )
 
 
-def reasons(base: Plan, unmeasured: Plan, rows: Sequence[str]) -> tuple[str, ...]:
+def reasons(
+    plan: Plan, unmeasured: Plan, rows: Sequence[Measurement], chosen: str, source: str
+) -> tuple[str, ...]:
     """Why the measured plan is what it is."""
     guess = short_name(unmeasured.dtype)
-    return (*base.reasons[:1], *rows, f"unmeasured, amphal.detect() would choose {guess}")
+    ratio = next(row.ratio for row in rows if row.candidate == chosen)
+    how = "the fastest here" if ratio == 1 else "as fast as the fastest here"
+    return (
+        *plan.reasons[:1],
+        f"chose {chosen}, {how}{f' ({source})' if source else ''}",
+        *sentences(rows),
+        f"unmeasured, amphal.detect() would choose {guess}",
+    )

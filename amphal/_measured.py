@@ -43,13 +43,13 @@ def duration(seconds: float) -> str:
 
 def _sentence(row: Measurement) -> str:
     if row.dropped:
-        return f"{row.candidate} was dropped: {row.note}"
+        return f"dropped {row.candidate}: {row.note}"
     if row.seconds is None or row.ratio is None:
-        return f"{row.candidate} was not timed: {row.note}"
+        return f"did not time {row.candidate}: {row.note}"
     loss = "" if row.loss is None else f", loss {row.loss:.4g}"
     note = f" ({row.note})" if row.note else ""
     return (
-        f"{row.candidate} takes {duration(row.seconds)} a step, {row.ratio:.2f} x the fastest, "
+        f"measured {row.candidate}: {duration(row.seconds)} a step, {row.ratio:.2f} x the fastest, "
         f"in {row.rounds} rounds{loss}{note}"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -99,6 +100,7 @@ class Race:
         times: list[float] = []
         for number in range(TRIAL_STEPS):
             seconds, problem = self._trial_step(lane)
+            lane.tried += 1
             if number == 0:
                 self._cold += seconds
             else:
@@ -130,6 +132,8 @@ class Race:
         except Exception as exc:
             if isinstance(exc, _WRONG_ARGUMENTS) and not isinstance(exc, RuntimeError):
                 raise
+            # Its frames hold what may have filled the memory; the others need it.
+            traceback.clear_frames(exc.__traceback__)
             lane.error, problem = exc, _said(exc)
         else:
             problem = problem_of(seen)
@@ -147,6 +151,7 @@ class Race:
             wait()
             start = clock()
             for _ in range(repeats):
+                result = None  # or the last step's graph would live through the next one
                 result = step(name)
             wait()
             seconds = clock() - start
@@ -176,7 +181,7 @@ class Race:
         """Said where the reference differs from itself as well: that is no matter of precision."""
         again = Lane(reference.name)
         self.subject.reset()
-        for _ in reference.seen:
+        for _ in range(reference.tried):
             if self._trial_step(again)[1]:
                 break
         differs = self.together(bool(compare(again.seen, reference.seen, rtol)))

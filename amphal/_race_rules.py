@@ -49,6 +49,8 @@ class Lane:
     samples: list[float] = field(default_factory=list)
     """Seconds a step, one a round, from the first round on."""
     seen: list[Seen | None] = field(default_factory=list)
+    tried: int = 0
+    """Steps from the state that was found."""
     warm: float = 0.0
     """Seconds of the fastest trial step but the first."""
     repeats: int = 1

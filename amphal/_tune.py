@@ -21,7 +21,7 @@ import torch
 
 from . import _candidates, _detect, _env, _matmul, _plan, _registry
 from ._backend import Backend
-from ._measured import Measurement, sentences
+from ._measured import Measurement
 from ._names import DeviceLike, PrecisionLike
 from ._plan import Plan
 from ._race import Race
@@ -97,11 +97,11 @@ def tune(
     matmuls = dict(backend.float32_matmul(unmeasured.hardware))
     plans = _plans(candidates, unmeasured, backend, matmuls)
     plans = common(plans, together)
-    preferred = _candidates.name_of(unmeasured, matmuls)
+    preferred = together(_candidates.name_of(unmeasured, matmuls))[0]
     entry = None if cache is None else Cache(cache, _key(unmeasured, plans, tolerance))
 
     found = _recall(entry, together)
-    source = "read from the cache" if found else ""
+    source = "measured before, read from the cache" if found else ""
     if found is None:
         owners = reachable_state(step) if state is None else _owners(state)
         with _one_at_a_time, progress_bar(progress) as tell:
@@ -118,10 +118,7 @@ def tune(
             entry.write(*found)
     chosen, rows = found
     draw(rows, chosen, f"{unmeasured.hardware.name}: {chosen} chosen")
-    told = [*sentences(rows), *filter(None, [source])]
-    reasons = _candidates.reasons(
-        plans[chosen], unmeasured, [f"measured {chosen} as the best", *told]
-    )
+    reasons = _candidates.reasons(plans[chosen], unmeasured, rows, chosen, source)
     return replace(plans[chosen], reasons=reasons, measured=rows)
 
 

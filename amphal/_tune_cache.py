@@ -65,6 +65,7 @@ class Cache:
         # As it will be read back: tuples become lists.
         self._key = json.loads(json.dumps({"format": _FORMAT, "name": name, **key}))
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
+        self._warned = False
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:40]
         self._file = f"{readable}-{digest}.json"
 
@@ -112,6 +113,9 @@ class Cache:
                 os.unlink(temporary)
 
     def _warn(self, what: str, exc: Exception) -> None:
+        if self._warned:
+            return
+        self._warned = True
         warn(
             f"amphal.tune(): the cache entry {self._file} in {FOLDER} or the user's cache folder "
             f"{what} ({type(exc).__name__}: {exc}). {FOLDER} names another folder; cache=None "
