@@ -22,7 +22,7 @@ class Measurement:
     rounds: int
     """How many interleaved rounds it took part in."""
     loss: float | None
-    """The last of the losses that were compared; None without a loss."""
+    """Of the same early step for all candidates, from the same state; None without a loss."""
     dropped: bool = False
     """True where it could not be chosen."""
     note: str = ""

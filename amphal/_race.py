@@ -18,6 +18,7 @@ from ._measured import duration
 from ._race_rules import (
     AFRESH,
     LEAST_ROUNDS,
+    MOST_RESTARTS,
     SAMPLE_SECONDS,
     TRIAL_STEPS,
     Lane,
@@ -73,7 +74,6 @@ class Race:
         self.subject, self.clock, self.budget, self.rtol = subject, clock, budget, rtol
         self.together, self.progress = together, progress
         self._order = random.Random(0)
-        self._firsts: list[float] = []
         self._start, self._cold, self._since_reset = clock(), 0.0, 0
 
     def run(self) -> list[Lane]:
@@ -97,34 +97,39 @@ class Race:
     def _try(self, lane: Lane) -> None:
         """The first steps from the state that tune() found."""
         self.subject.reset()
-        times: list[float] = []
-        for number in range(TRIAL_STEPS):
-            seconds, problem = self._trial_step(lane)
+        restarts = 0
+        while lane.tried < TRIAL_STEPS:
+            seconds, problem, skipped = self._trial_step(lane)
             lane.tried += 1
-            if number == 0:
+            cold, costly = lane.cold is None, seconds > self.budget / 20
+            if lane.cold is None:
+                lane.cold = seconds
                 self._cold += seconds
             else:
-                times.append(seconds)
-            if problem:
-                lane.dropped = problem
+                lane.warm = min(lane.warm, seconds)
+            lane.dropped = problem or (self._why_hopeless(seconds) if cold else "")
+            if lane.dropped:
                 return
-            if number == 0:
-                best = min([seconds, *self._firsts])
-                self._firsts.append(seconds)
-                if hopeless(seconds, best, self.budget):
-                    lane.dropped = (
-                        f"one step took {duration(seconds)}, {seconds / best:.0f} x the fastest's "
-                        "first"
-                    )
-                    return
-            elif times[-1] > self.budget / 20:
+            if skipped and restarts < MOST_RESTARTS and not costly:
+                # Its scaler has a lower scale now, so that it can begin like the others.
+                self.subject.reset()
+                lane.seen.clear()
+                lane.tried, restarts = 0, restarts + 1
+                continue
+            lane.behind = lane.behind or skipped
+            if costly and not cold:
                 break  # two steps are enough to compare where each costs much
-        lane.warm = min(times)
         lane.repeats = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(lane.warm, 1e-9))))
 
-    def _trial_step(self, lane: Lane) -> tuple[float, str]:
-        """The seconds of a step, the slowest rank's, and what is wrong with it on any rank."""
-        seconds, problem, before = 0.0, "", self.subject.skips(lane.name)
+    def _why_hopeless(self, first: float) -> str:
+        best = min(lane.cold for lane in self.lanes if lane.cold is not None and not lane.dropped)
+        if not hopeless(first, best, self.budget):
+            return ""
+        return f"one step took {duration(first)}, {first / best:.0f} x the fastest's first"
+
+    def _trial_step(self, lane: Lane) -> tuple[float, str, bool]:
+        """The slowest rank's seconds, what is wrong on any rank, and whether a scaler skipped."""
+        seconds, problem, skips = 0.0, "", self.subject.skips(lane.name)
         try:
             with self.subject.within(lane.name):
                 seconds, result = self._timed(lane.name, 1)
@@ -138,10 +143,15 @@ class Race:
         else:
             problem = problem_of(seen)
             # What follows a skipped step is behind by one update, and no measure of precision.
-            if not before:
+            if not lane.behind:
                 lane.seen.append(seen)
-        answers = self.together((seconds, problem))
-        return max(s for s, _ in answers), _first(p for _, p in answers)
+        skipped = not problem and self.subject.skips(lane.name) > skips
+        answers = self.together((seconds, problem, skipped))
+        return (
+            max(seconds for seconds, _, _ in answers),
+            _first(problem for _, problem, _ in answers),
+            any(skipped for _, _, skipped in answers),
+        )
 
     def _timed(self, name: str, repeats: int) -> tuple[float, Any]:
         step, wait, clock = self.subject.step, self.subject.wait, self.clock

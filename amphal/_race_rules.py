@@ -12,6 +12,7 @@ from ._tune_step import Seen
 __all__ = [
     "AFRESH",
     "LEAST_ROUNDS",
+    "MOST_RESTARTS",
     "SAMPLE_SECONDS",
     "TRIAL_STEPS",
     "Lane",
@@ -25,6 +26,8 @@ __all__ = [
 
 TRIAL_STEPS = 3
 """Steps of each candidate from the same state, whose results are compared; the first is cold."""
+MOST_RESTARTS = 12
+"""How often a candidate may begin its trial again with the lower scale that a skip led to."""
 LEAST_ROUNDS = 3
 EARLY, LATE = 0.1, 0.3
 """Parts of the budget; nobody is stopped before the first."""
@@ -51,7 +54,11 @@ class Lane:
     seen: list[Seen | None] = field(default_factory=list)
     tried: int = 0
     """Steps from the state that was found."""
-    warm: float = 0.0
+    behind: bool = False
+    """A scaler has skipped one of these steps, so what follows cannot be compared."""
+    cold: float | None = None
+    """Seconds of the very first step."""
+    warm: float = math.inf
     """Seconds of the fastest trial step but the first."""
     repeats: int = 1
     dropped: str = ""
@@ -62,11 +69,6 @@ class Lane:
     def running(self) -> bool:
         """Still to be timed."""
         return not self.dropped and not self.stopped
-
-    @property
-    def loss(self) -> float | None:
-        """The last loss that was compared."""
-        return self.seen[-1].loss if self.seen and self.seen[-1] is not None else None
 
 
 def ratio_to(base: Lane, lane: Lane) -> list[float]:

@@ -187,10 +187,13 @@ def _measure(
 
 def _rows(lanes: Sequence[Lane]) -> tuple[Measurement, ...]:
     base = fastest([lane for lane in lanes if lane.running])
+    # The last step that everybody has a result of, so that losses in one table can be compared.
+    last = min((len(lane.seen) for lane in lanes if not lane.dropped and lane.seen), default=0) - 1
     rows = []
     for lane in lanes:
         timed = bool(lane.samples) and not lane.dropped
-        loss = lane.loss
+        seen = lane.seen[last] if 0 <= last < len(lane.seen) else None
+        loss = seen.loss if seen is not None else None
         rows.append(
             Measurement(
                 candidate=lane.name,

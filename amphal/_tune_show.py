@@ -15,7 +15,7 @@ from .errors import ArgumentError, ArgumentTypeError, MissingExtraError
 
 __all__ = ["drawer", "progress_bar"]
 
-_WIDTH = 40
+_WIDTH = 24
 
 
 @contextmanager
@@ -67,8 +67,13 @@ def drawer(chart: object) -> Callable[[Sequence[Measurement], str, str], None]:
     return lambda rows, chosen, title: _save_png(figure, path, rows, chosen, title)
 
 
-def _timed(rows: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
-    return [(row, row.seconds) for row in rows if row.seconds is not None]
+def _timed(rows: Sequence[Measurement]) -> list[tuple[Measurement, float, float]]:
+    """The rows with a time; bars are ratios, because who stopped early saw other rounds."""
+    return [
+        (row, row.seconds, row.ratio)
+        for row in rows
+        if row.seconds is not None and row.ratio is not None
+    ]
 
 
 def _print_bars(rows: Sequence[Measurement], chosen: str, title: str) -> None:
@@ -77,18 +82,18 @@ def _print_bars(rows: Sequence[Measurement], chosen: str, title: str) -> None:
     from rich.text import Text
 
     table = Table(title=Text(title), box=None)
-    for column in ("candidate", "", "a step", "x", "rounds", ""):
-        right = column in ("a step", "x", "rounds")
-        table.add_column(column, justify="right" if right else "left")
-    longest = max((seconds for _, seconds in _timed(rows)), default=1.0) or 1.0
+    table.add_column("candidate")
+    table.add_column("", no_wrap=True, min_width=_WIDTH)
+    for column in ("a step", "x", "rounds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    longest = max((ratio for _, _, ratio in _timed(rows)), default=1.0)
     for row in rows:
         note = "; ".join(filter(None, ("chosen" * (row.candidate == chosen), row.note)))
-        if row.seconds is None:
-            cells = ["", "", "", ""]
-        else:
-            bar = "█" * max(1, round(row.seconds / longest * _WIDTH))
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            cells = [bar, duration(row.seconds), ratio, str(row.rounds)]
+        cells = ["", "", "", ""]
+        for _, seconds, ratio in _timed([row]):
+            bar = "█" * max(1, round(ratio / longest * _WIDTH))
+            cells = [bar, duration(seconds), f"{ratio:.2f}", str(row.rounds)]
         style = "bold" if row.candidate == chosen else ""
         table.add_row(*(Text(cell, style) for cell in (row.candidate, *cells, note)))
     Console().print(table)
@@ -111,11 +116,14 @@ def _save_png(
     # Without pyplot, which would keep the figure and choose a window system.
     figure = figure_class(figsize=(7, 1.2 + 0.45 * len(timed)), layout="constrained")
     axes = figure.subplots()
-    colors = ["tab:green" if row.candidate == chosen else "tab:gray" for row, _ in timed]
-    bars = axes.barh([row.candidate for row, _ in timed], [s * 1e3 for _, s in timed], color=colors)
-    axes.bar_label(bars, [f"{duration(s)} ({row.ratio or 1:.2f} x)" for row, s in timed], padding=3)
+    colors = ["tab:green" if row.candidate == chosen else "tab:gray" for row, _, _ in timed]
+    bars = axes.barh(
+        [row.candidate for row, _, _ in timed], [ratio for _, _, ratio in timed], color=colors
+    )
+    labels = [f"{ratio:.2f} x, {duration(seconds)}" for _, seconds, ratio in timed]
+    axes.bar_label(bars, labels, padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set_xlabel("milliseconds a step, median")
+    axes.set_xlabel("time of a step, as a multiple of the fastest")
     axes.set_title(title, fontsize="medium")
     figure.savefig(path, dpi=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,7 @@ def see(result: Any) -> Seen | None:
     """
     if result is None:
         return None
-    if isinstance(result, (int, float)):
+    if isinstance(result, numbers.Real):
         return Seen(torch.tensor(float(result), dtype=torch.float64), True)
     if not isinstance(result, torch.Tensor):
         raise ArgumentTypeError(

@@ -198,11 +198,27 @@ def test_a_step_that_does_not_repeat_is_said_to_be_one() -> None:
     assert "take the batch outside of step, or pass rtol=None" in lane(race(world), "bf16").dropped
 
 
-def test_losses_after_a_skipped_step_are_not_compared() -> None:
-    """A scaler that finds its scale is behind by an update, and no less precise for that."""
+def test_a_scaler_that_finds_its_scale_begins_again() -> None:
+    """Steps that it skipped are no part of the comparison, which is then made in full."""
     world = World({"fp32": 0.02, "fp16": 0.01})
-    world.results["fp32"] = lambda world: 1.0 / (1 + world.since_reset)
-    world.results["fp16"] = lambda world: world.skipped.update(["fp16"]) or 0.5
+    world.results["fp32"] = lambda world: 1.0 / world.since_reset
+
+    def skips_twice(world: World) -> float:
+        if world.calls["fp16"] <= 2:
+            world.skipped.update(["fp16"])
+        return 1.0 / world.since_reset
+
+    world.results["fp16"] = skips_twice
+    lanes = race(world)
+    assert [seen.loss for seen in lane(lanes, "fp16").seen if seen] == [1.0, 1 / 2, 1 / 3]
+    assert winner(lanes, "fp32").name == "fp16"
+
+
+def test_losses_after_a_skipped_step_are_not_compared() -> None:
+    """Where every step is skipped: behind by an update, it is no less precise for that."""
+    world = World({"fp32": 0.02, "fp16": 0.01})
+    world.results["fp32"] = lambda world: 1.0 / world.since_reset
+    world.results["fp16"] = lambda world: world.skipped.update(["fp16"]) or 1.0
     lanes = race(world)
     assert len(lane(lanes, "fp16").seen) == 1
     assert lane(lanes, "fp16").running
@@ -247,9 +263,9 @@ def test_ranks_go_by_the_slowest() -> None:
         match value:
             case dict():  # a round: bf16 is slow on the other rank
                 return [value, {n: (0.03 if n == "bf16" else 0.01, "") for n in value}]
-            case (float() as seconds, str()):
+            case (float() as seconds, str(), bool()):
                 other = "its loss is nan" if world.calls["fp16"] else ""
-                return [value, (seconds, other)]
+                return [value, (seconds, other, False)]
             case _:
                 return [value, value]
 
