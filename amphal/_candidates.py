@@ -144,6 +144,6 @@ def reasons(
     return (
         *plan.reasons[:1],
         f"chose {chosen}, {how}{f' ({source})' if source else ''}",
-        *sentences(rows),
+        *sentences(rows, chosen),
         f"unmeasured, amphal.detect() would choose {guess}",
     )

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Measurement", "duration", "sentences"]
+__all__ = ["NOISY", "Measurement", "duration", "sentences"]
+
+NOISY = 0.3
+"""A spread beyond which a choice is doubtful."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Measurement:
     """The median time of a step; None where it was never timed."""
     ratio: float | None
     """Its time as a multiple of the shortest median, round by round; None where never timed."""
+    spread: float | None
+    """How far the middle half of its times lies apart, as a part of the median; None if untimed."""
     rounds: int
     """How many interleaved rounds it took part in."""
     loss: float | None
@@ -54,6 +59,14 @@ def _sentence(row: Measurement) -> str:
     )
 
 
-def sentences(rows: Iterable[Measurement]) -> list[str]:
-    """One sentence a row."""
-    return [_sentence(row) for row in rows]
+def sentences(rows: Iterable[Measurement], chosen: str) -> list[str]:
+    """One sentence a row, and a doubt where the chosen one's times say that they are none."""
+    rows = list(rows)
+    told = [_sentence(row) for row in rows]
+    spread = next((row.spread for row in rows if row.candidate == chosen), None)
+    if spread is not None and spread > NOISY:
+        told.append(
+            f"the times of {chosen} scatter by {spread:.0%}, so other work disturbed them: a quiet "
+            "machine, fewer threads or a longer budget_s tells better"
+        )
+    return told

@@ -20,6 +20,7 @@ __all__ = [
     "hopeless",
     "hopeless_warm",
     "ratio_to",
+    "spread_of",
     "stop_slow",
     "winner",
 ]
@@ -74,6 +75,14 @@ class Lane:
 def ratio_to(base: Lane, lane: Lane) -> list[float]:
     """Times of ``lane`` over those of ``base``, in the rounds that both ran in."""
     return [a / b if b else math.inf for a, b in zip(lane.samples, base.samples, strict=False)]
+
+
+def spread_of(lane: Lane) -> float:
+    """How far the middle half of a lane's times lies apart, as a part of their median."""
+    if len(lane.samples) < 2:
+        return 0.0
+    lower, middle, upper = statistics.quantiles(lane.samples, n=4, method="inclusive")
+    return (upper - lower) / middle if middle else 0.0
 
 
 def fastest(lanes: Sequence[Lane]) -> Lane:

@@ -25,7 +25,7 @@ from ._measured import Measurement
 from ._names import DeviceLike, PrecisionLike
 from ._plan import Plan
 from ._race import Race
-from ._race_rules import Lane, fastest, ratio_to, winner
+from ._race_rules import Lane, fastest, ratio_to, spread_of, winner
 from ._snapshot import Snapshot
 from ._state_search import reachable_state
 from ._tune_arguments import Together, common, seconds, together_in, tolerance_of
@@ -199,6 +199,7 @@ def _rows(lanes: Sequence[Lane]) -> tuple[Measurement, ...]:
                 candidate=lane.name,
                 seconds=statistics.median(lane.samples) if timed else None,
                 ratio=statistics.median(ratio_to(base, lane)) if timed else None,
+                spread=spread_of(lane) if timed else None,
                 rounds=len(lane.samples),
                 loss=loss if loss is not None and math.isfinite(loss) else None,
                 dropped=bool(lane.dropped),

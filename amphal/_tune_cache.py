@@ -28,6 +28,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "candidate": (str,),
     "seconds": (float, int, type(None)),
     "ratio": (float, int, type(None)),
+    "spread": (float, int, type(None)),
     "rounds": (int,),
     "loss": (float, int, type(None)),
     "dropped": (bool,),

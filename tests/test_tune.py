@@ -98,6 +98,22 @@ def test_the_plan_keeps_its_measurements() -> None:
     assert plan != amphal.detect()
 
 
+def test_scattered_times_are_said_to_be_doubtful(clock: Clock) -> None:
+    """On a busy machine the plan says what it rests on; on a quiet one there is no such word."""
+    quiet = tune(clock.spend, candidates=["fp32", "bf16"])
+    assert "scatter" not in quiet.explain()
+
+    def disturbed(plan: amphal.Plan) -> float:
+        busy = 3.0 if len(clock.calls) % 4 < 2 else 1.0
+        return clock.spend(plan, {name: cost * busy for name, cost in COSTS.items()})
+
+    plan = tune(disturbed, candidates=["bf16"], budget_s=5)
+    assert plan.measured is not None
+    assert plan.measured[0].spread is not None
+    assert plan.measured[0].spread > 0.3
+    assert "times of bf16 scatter by" in plan.explain()
+
+
 def test_detect_sets_neither() -> None:
     """A plan that nothing was measured for has no rows and no matmul precision."""
     plan = amphal.detect()
