@@ -32,6 +32,7 @@ from .errors import (
     ScalerStateError,
     StateDictError,
     TorchTooOldError,
+    TuneError,
     UnknownDeviceError,
     UnsupportedPrecisionError,
 )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ._detect import detect
     from ._hardware import KnownHardware, known_hardware
     from ._install import AutocastOp, register_autocast_op
+    from ._measured import Measurement
     from ._monitor import GradHealth, GradMonitor
     from ._oplists import OpLists
     from ._ops import op_lists
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
         unregister_backend,
     )
     from ._scaler import GradScaler
+    from ._tune import tune
 
 # Imported at its first use, so that ``import amphal`` stays cheap in programs that may not use it.
 # The region is not among these: Dynamo must find it when it traces.
@@ -69,6 +72,7 @@ _AT_FIRST_USE = {
     "GradScaler": "_scaler",
     "Hardware": "_backend",
     "KnownHardware": "_hardware",
+    "Measurement": "_measured",
     "OpLists": "_oplists",
     "Plan": "_plan",
     "Registration": "_registry",
@@ -84,6 +88,7 @@ _AT_FIRST_USE = {
     "register_backend": "_registry",
     "registered_backends": "_registry",
     "set_precision": "_precision",
+    "tune": "_tune",
     "unregister_backend": "_registry",
 }
 
@@ -121,6 +126,7 @@ __all__ = [
     "GradScaler",
     "Hardware",
     "KnownHardware",
+    "Measurement",
     "MissingCallError",
     "MissingExtraError",
     "MissingStateKeyError",
@@ -139,6 +145,7 @@ __all__ = [
     "StateDictError",
     "StepOutcome",
     "TorchTooOldError",
+    "TuneError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
     "autocast",
@@ -152,5 +159,6 @@ __all__ = [
     "register_backend",
     "registered_backends",
     "set_precision",
+    "tune",
     "unregister_backend",
 ]

@@ -207,6 +207,10 @@ def _no_index() -> int | None:
     return None
 
 
+def _no_choice(hardware: Hardware) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Backend:
     """One device, declared: what :mod:`amphal` needs to know to run mixed precision on it."""
@@ -231,6 +235,8 @@ class Backend:
     """The vendor's scaler class, where only it can see an overflow (``detects_overflow`` False)."""
     synchronize: Callable[[], None] | None = None
     """Wait for the device's queued work, for measuring; None where work is done when it returns."""
+    float32_matmul: Callable[[Hardware], Mapping[str, str]] = _no_choice
+    """Which of torch's float32 matmul precisions below "highest" change a matmul, and how. Pure."""
     contract: int = CONTRACT_VERSION
     """The version of this contract that the backend was written for."""
 
@@ -248,7 +254,15 @@ class Backend:
                 f"no index), got {self.device_type!r}"
             )
         _check("Backend", "priority", self.priority, int, "an int")
-        for name in ("available", "probe", "dtypes", "op_lists", "scaler", "current_index"):
+        for name in (
+            "available",
+            "probe",
+            "dtypes",
+            "op_lists",
+            "scaler",
+            "current_index",
+            "float32_matmul",
+        ):
             value = getattr(self, name)
             if not callable(value):
                 raise ArgumentTypeError(

@@ -20,6 +20,7 @@
      ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
      ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
      │   └─ MissingCallError          (AssertionError) a call that had to come first is missing
+     ├─ TuneError                     (RuntimeError)  no candidate could be chosen
      ├─ NonFiniteGradientError        (RuntimeError)  a gradient norm that cannot be clipped to
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
@@ -57,6 +58,7 @@ __all__ = [
     "ScalerStateError",
     "StateDictError",
     "TorchTooOldError",
+    "TuneError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
 ]
@@ -126,6 +128,10 @@ class RegionStateError(AmphalError, RuntimeError):
 
 class TorchTooOldError(AmphalError, RuntimeError):
     """The torch that runs lacks something that was asked for."""
+
+
+class TuneError(AmphalError, RuntimeError):
+    """No candidate of ``tune()`` could be chosen; the message gives the reason of each."""
 
 
 class ScalerStateError(AmphalError, RuntimeError):
