@@ -10,15 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._autocast import autocast
-from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
-from ._detect import Plan, detect
-from ._registry import (
-    Registration,
-    get_backend,
-    register_backend,
-    registered_backends,
-    unregister_backend,
-)
 from .errors import (
     AmphalError,
     AmphalWarning,
@@ -42,41 +33,69 @@ from .errors import (
     ScalerStateError,
     StateDictError,
     TorchTooOldError,
+    TuneError,
     UnknownDeviceError,
     UnsupportedPrecisionError,
 )
 
 if TYPE_CHECKING:
+    from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
     from ._custom_function import custom_bwd, custom_fwd
+    from ._detect import detect
     from ._hardware import KnownHardware, known_hardware
     from ._install import AutocastOp, register_autocast_op
+    from ._measured import Measurement
     from ._monitor import GradHealth, GradMonitor
     from ._oplists import OpLists
     from ._ops import op_lists
     from ._outcome import StepOutcome
+    from ._plan import Plan
     from ._precast import PrecastReport, full_precision_state_dict, precast_, restore_
     from ._precision import set_precision
+    from ._registry import (
+        Registration,
+        get_backend,
+        register_backend,
+        registered_backends,
+        unregister_backend,
+    )
     from ._scaler import GradScaler
+    from ._tune import tune
 
-# What not every program uses is imported at its first use, so that ``import amphal`` stays cheap.
+# Imported at its first use, so that ``import amphal`` stays cheap in programs that may not use it.
+# The region is not among these: Dynamo must find it when it traces.
 _AT_FIRST_USE = {
-    "OpLists": "_oplists",
-    "custom_bwd": "_custom_function",
-    "custom_fwd": "_custom_function",
     "AutocastOp": "_install",
+    "Availability": "_backend",
+    "Backend": "_backend",
+    "DtypeSupport": "_backend",
     "GradHealth": "_monitor",
     "GradMonitor": "_monitor",
     "GradScaler": "_scaler",
+    "Hardware": "_backend",
     "KnownHardware": "_hardware",
+    "Measurement": "_measured",
+    "OpLists": "_oplists",
+    "Plan": "_plan",
     "PrecastReport": "_precast",
+    "Registration": "_registry",
+    "ScalerSupport": "_backend",
     "StepOutcome": "_outcome",
+    "custom_bwd": "_custom_function",
+    "custom_fwd": "_custom_function",
+    "detect": "_detect",
     "full_precision_state_dict": "_precast",
+    "get_backend": "_registry",
     "known_hardware": "_hardware",
     "op_lists": "_ops",
     "precast_": "_precast",
     "register_autocast_op": "_install",
+    "register_backend": "_registry",
+    "registered_backends": "_registry",
     "restore_": "_precast",
     "set_precision": "_precision",
+    "tune": "_tune",
+    "unregister_backend": "_registry",
 }
 
 
@@ -113,6 +132,7 @@ __all__ = [
     "GradScaler",
     "Hardware",
     "KnownHardware",
+    "Measurement",
     "MissingCallError",
     "MissingExtraError",
     "MissingStateKeyError",
@@ -133,6 +153,7 @@ __all__ = [
     "StateDictError",
     "StepOutcome",
     "TorchTooOldError",
+    "TuneError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
     "autocast",
@@ -149,5 +170,6 @@ __all__ = [
     "registered_backends",
     "restore_",
     "set_precision",
+    "tune",
     "unregister_backend",
 ]

@@ -19,7 +19,7 @@ from .errors import AmphalError, ArgumentError, ArgumentTypeError, BackendError
 if TYPE_CHECKING:
     from ._plan import Plan
 
-__all__ = ["Ballot", "agree", "detect"]
+__all__ = ["Ballot", "agree", "detect", "require_group"]
 
 _Choose = Callable[[Mapping[torch.dtype, DtypeSupport], bool], tuple[torch.dtype, list[str]]]
 
@@ -66,7 +66,7 @@ def detect(
     """
     import torch.distributed as dist
 
-    _require_group(group)
+    require_group(group)
     rank, plan = dist.get_rank(group), None
     try:
         plan, named = alone()
@@ -83,7 +83,8 @@ def detect(
     return agree(plan, ballots, choose)
 
 
-def _require_group(group: Any) -> None:
+def require_group(group: Any) -> None:
+    """Raise :class:`ArgumentTypeError` unless ``group`` is a process group that can be used."""
     import torch.distributed as dist
 
     usable = dist.is_available() and dist.is_initialized()

@@ -8,22 +8,23 @@ that entered, so one region can be re-entered, recurse and be shared between thr
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
-from . import _compat, _detect, _env, _owner, _registry
-from ._backend import LOW_PRECISION, Hardware, torch_version
+from . import _compat, _owner
 from ._decorate import decorate
-from ._detect import DeviceLike, Plan, PrecisionLike
-from .errors import ArgumentError, ArgumentTypeError, RegionStateError
+from .errors import ArgumentTypeError, RegionStateError
 
 if TYPE_CHECKING:
+    from ._names import DeviceLike, PrecisionLike
     from ._oplists import OpLists
+    from ._plan import Plan
 
-__all__ = ["Region", "autocast", "innermost", "push_delegate", "settled"]
+__all__ = ["Region", "autocast", "innermost", "push_delegate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -246,22 +247,36 @@ class Region(torch.autocast):
         return Region, (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
-_regions: dict[tuple[object, object, bool, bool | None], Region] = {}
-_detect.on_clear(_regions.clear)
+_Arguments = tuple[object, object, bool, bool | None]
+_regions: dict[_Arguments, Region] = {}
+_chosen: dict[_Arguments, tuple[object, Region]] = {}
+"""For arguments that leave something to the environment: the plan then chosen, and its region."""
 _MOST = 512
 
 # Up to torch 2.12 a cast made under no_grad is cached without a gradient, and a later forward in
 # the same outermost region would find it.
-_CASTS_LACK_GRAD = torch_version() < (2, 13)
+_CASTS_LACK_GRAD = _compat.torch_version() < (2, 13)
 
-_Device = DeviceLike | Plan | None
+
+@functools.cache
+def _settling() -> Any:
+    """What validates arguments, loaded when the first region is made: importing stays cheap."""
+    from . import _settle
+
+    _settle.on_clear(_forget)
+    return _settle
+
+
+def _forget() -> None:
+    _regions.clear()
+    _chosen.clear()
 
 
 @overload
 def autocast(device_type: _F, /) -> _F: ...
 @overload
 def autocast(
-    device_type: _Device = None,
+    device_type: DeviceLike | Plan | None = None,
     dtype: PrecisionLike | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
@@ -310,10 +325,18 @@ def autocast(
     if (enabled is True or enabled is False) and (
         cache_enabled is None or cache_enabled is True or cache_enabled is False
     ):
+        key = device_type, dtype, enabled, cache_enabled
         try:
-            return _regions[device_type, dtype, enabled, cache_enabled]
-        except (KeyError, TypeError):
-            pass
+            region = _regions.get(key)
+            if region is None and key in _chosen:
+                plan, region = _chosen[key]
+                # The environment has a part in this answer: it holds while detect() gives it.
+                if _settling().planned(device_type, dtype) is not plan:
+                    region = None
+        except TypeError:  # not hashable; what is wrong with it is said below
+            region = None
+        if region is not None:
+            return region
     return _build(device_type, dtype, enabled, cache_enabled)
 
 
@@ -334,17 +357,20 @@ def _build(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> An
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(dtype=...), which decorates the function below it"
         )
-    before = _detect.generation()
-    device, low, on = settled(device_type, dtype, enabled, cache_enabled)
+    settling = _settling()
+    before = settling.generation()
+    device, low, on = settling.settled(device_type, dtype, enabled, cache_enabled)
     key = (device, low, on, cache_enabled)
     region = _regions.get(key) or Region(device, low, on, cache_enabled)
-    if before == _detect.generation():  # else it was settled for a registry that has changed
-        if len(_regions) >= _MOST:
-            _regions.clear()
+    if before == settling.generation():  # else it was settled for a registry that has changed
+        if len(_regions) + len(_chosen) >= _MOST:
+            _forget()
         _regions[key] = region
-        if isinstance(device_type, Plan) or (device_type is not None and dtype is not None):
-            # Only answers that the environment has no part in.
+        if settling.independent(device_type, dtype):
             _regions[device_type, dtype, enabled, cache_enabled] = region
+        elif enabled:
+            plan = settling.planned(device_type, dtype)
+            _chosen[device_type, dtype, enabled, cache_enabled] = plan, region
     return region
 
 
@@ -359,6 +385,8 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     """The same region as torch's own object, which is what Dynamo and export understand."""
     if _owners and enabled:
         return contextlib.nullcontext()
+    from ._plan import Plan
+
     if isinstance(device_type, Plan):
         dtype = device_type.dtype if dtype is None else dtype
         device_type = device_type.device.type
@@ -370,76 +398,11 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     return torch.autocast(device, dtype=low, enabled=on, cache_enabled=cache_enabled)
 
 
-def settled(
+@_compat.constant_in_graphs
+def _settled_constant(
     device: Any, dtype: Any, enabled: Any, cache_enabled: Any
 ) -> tuple[str, torch.dtype, bool]:
-    """Every check of :func:`autocast`'s arguments; the device type, the low dtype and on."""
-    _check_flags(enabled, cache_enabled)
-    return _settle(device, dtype, enabled)
-
-
-_settled_constant = _compat.constant_in_graphs(settled)
-
-
-def _check_flags(enabled: object, cache_enabled: object) -> None:
-    if not isinstance(enabled, bool):
-        raise ArgumentTypeError(
-            f"enabled must be True or False, got {type(enabled).__name__} ({enabled!r})"
-        )
-    if cache_enabled is not None and not isinstance(cache_enabled, bool):
-        raise ArgumentTypeError(
-            "cache_enabled must be True, False or None (as it is on enter), "
-            f"got {type(cache_enabled).__name__} ({cache_enabled!r})"
-        )
-
-
-def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, bool]:
-    """The device type, the low dtype and whether autocast is on; every check is made here."""
-    precision = None if dtype is None else _detect.named_precision(dtype, what="dtype")
-    if isinstance(device, Hardware):
-        raise ArgumentTypeError(
-            f"autocast() runs on a device that is here, and {device.name!r} is a description; "
-            "pass a device, or ask amphal.detect() about the description"
-        )
-    if isinstance(device, Plan):
-        device_type = device.hardware.device_type
-        precision = device.dtype if precision is None else precision
-        if enabled:
-            _detect.require_available(_registry.get_backend(device_type), device_type)
-            if device.support[precision].level == "absent":
-                _detect.detect(device.device, precision=precision)
-    elif not enabled:
-        # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
-        device_type = _named_or_chosen(device)
-    else:
-        if device is not None:
-            device = _torch_device_string(*_detect.named_device(device, what="device_type"))
-        plan = _detect.detect(device, precision="auto" if precision is None else precision)
-        device_type = plan.hardware.device_type
-        precision = plan.dtype
-    if not _compat.autocast_available(device_type):
-        raise ArgumentError(
-            f"torch has no autocast for device type {device_type!r}; "
-            "a region on it could change nothing"
-        )
-    on = enabled and precision in LOW_PRECISION
-    if precision not in LOW_PRECISION:
-        precision = _get_dtype(device_type)
-    if on:
-        from . import _install  # at first use: it is needed once a region is made, and not before
-
-        _install.ensure_kernels(device_type, precision)
-    return device_type, precision, on
-
-
-def _torch_device_string(device_type: str, index: int | None) -> str:
-    return device_type if index is None else f"{device_type}:{index}"
-
-
-def _named_or_chosen(device: Any) -> str:
-    """The device type that was named, here or in the environment, else the one to run on."""
-    named = device if device is not None else _env.read(_env.DEVICE)
-    if named == "":
-        return _detect.detect(precision="fp32").hardware.device_type
-    what = "device_type" if device is not None else _env.DEVICE
-    return _registry.get_backend(_detect.named_device(named, what)[0]).device_type
+    found: tuple[str, torch.dtype, bool] = _settling().settled(
+        device, dtype, enabled, cache_enabled
+    )
+    return found

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ._compat import torch_version
 from .errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -55,12 +56,6 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 Level = Literal["native", "emulated", "absent"]
 _LEVELS = ("native", "emulated", "absent")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*\Z")
-
-
-def torch_version() -> tuple[int, int]:
-    """The torch that runs, as ``(major, minor)``."""
-    major, minor = torch.__version__.split("+")[0].split(".")[:2]
-    return int(major), int(re.match(r"\d+", minor)[0])  # type: ignore[index]
 
 
 def _check(owner: str, name: str, value: object, kind: type | tuple[type, ...], want: str) -> None:
@@ -212,6 +207,10 @@ def _no_index() -> int | None:
     return None
 
 
+def _no_choice(hardware: Hardware) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Backend:
     """One device, declared: what :mod:`amphal` needs to know to run mixed precision on it."""
@@ -236,6 +235,8 @@ class Backend:
     """The vendor's scaler class, where only it can see an overflow (``detects_overflow`` False)."""
     synchronize: Callable[[], None] | None = None
     """Wait for the device's queued work, for measuring; None where work is done when it returns."""
+    float32_matmul: Callable[[Hardware], Mapping[str, str]] = _no_choice
+    """Which of torch's float32 matmul precisions below "highest" change a matmul, and how. Pure."""
     contract: int = CONTRACT_VERSION
     """The version of this contract that the backend was written for."""
 
@@ -253,7 +254,15 @@ class Backend:
                 f"no index), got {self.device_type!r}"
             )
         _check("Backend", "priority", self.priority, int, "an int")
-        for name in ("available", "probe", "dtypes", "op_lists", "scaler", "current_index"):
+        for name in (
+            "available",
+            "probe",
+            "dtypes",
+            "op_lists",
+            "scaler",
+            "current_index",
+            "float32_matmul",
+        ):
             value = getattr(self, name)
             if not callable(value):
                 raise ArgumentTypeError(

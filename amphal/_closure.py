@@ -137,7 +137,7 @@ class _Evaluation:
         if not keep:
             state["stage"] = OptState.READY
             scaler.unscale_(self._optimizer)
-        flag = scaler._agree([state])
+        flag, _ = scaler._agree([state], None)
         if flag is None:
             return False
         self.flag = flag

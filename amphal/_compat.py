@@ -1,6 +1,6 @@
 """Every use of a private torch or CPython name, in one place, with its reason.
 
-Each was checked on torch 2.6, 2.8, 2.9 and 2.13. Where one is missing, the message says so.
+Each was checked on torch 2.6, 2.8, 2.9, 2.13 and 2.14. Where one is missing, the message says so.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ __all__ = [
     "function_mode_enabled",
     "plain_autocast",
     "privateuse1_name",
+    "torch_version",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -34,7 +36,7 @@ def _private(name: str) -> Any:
     if not hasattr(torch._C, name):
         raise TorchTooOldError(
             f"torch {torch.__version__} has no torch._C.{name}, which amphal needs; "
-            "use a torch that this amphal supports (2.6 to 2.13), or a newer amphal"
+            "use a torch that this amphal supports (2.6 to 2.14), or a newer amphal"
         )
     return getattr(torch._C, name)
 
@@ -45,6 +47,12 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 
 # The name that a third-party device took for itself; torch.autocast keeps it as an attribute.
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
+
+
+def torch_version() -> tuple[int, int]:
+    """The torch that runs, as ``(major, minor)``."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(re.match(r"\d+", minor)[0])  # type: ignore[index]
 
 
 def constant_in_graphs(func: _F) -> _F:
@@ -78,7 +86,7 @@ def foreach_devices() -> frozenset[str]:
     """
     try:
         from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.13
+    except ImportError:  # pragma: no cover - not in any torch from 2.6 to 2.14
         return frozenset()
     return frozenset(_get_foreach_kernels_supported_devices())
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _matmul
+from ._autocast import Region, autocast
 from ._backend import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._names import short_name
-from .errors import ArgumentTypeError, BackendError, UnsupportedPrecisionError
+from .errors import ArgumentError, ArgumentTypeError, BackendError, UnsupportedPrecisionError
 
 if TYPE_CHECKING:
-    from ._autocast import Region
+    from ._measured import Measurement
     from ._scaler import GradScaler
 
 __all__ = ["Plan", "choose", "decide", "facts", "has_scaler"]
@@ -42,6 +45,10 @@ class Plan:
     """What every dtype is worth on this hardware; read-only."""
     reasons: tuple[str, ...] = field(hash=False)
     """Why: the device, the dtype, the scaler, one phrase each."""
+    matmul_precision: str | None = None
+    """For ``torch.set_float32_matmul_precision``; None: left alone. :meth:`matmul` applies it."""
+    measured: tuple[Measurement, ...] | None = field(default=None, hash=False)
+    """What :func:`amphal.tune` measured, a row a candidate; None where nothing was measured."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
@@ -49,6 +56,11 @@ class Plan:
         if self.dtype not in _DTYPES:
             raise UnsupportedPrecisionError(
                 f"Plan: dtype must be bfloat16, float16 or float32, got {self.dtype!r}"
+            )
+        if self.matmul_precision not in (None, *_matmul.PRECISIONS):
+            raise ArgumentError(
+                f"Plan: matmul_precision must be one of {', '.join(_matmul.PRECISIONS)} or None, "
+                f"got {self.matmul_precision!r}"
             )
         support = {dtype: self.support.get(dtype, _MISSING) for dtype in LOW_PRECISION}
         support[torch.float32] = self.support.get(torch.float32, _FULL)
@@ -65,13 +77,13 @@ class Plan:
                 self.hardware,
                 dict(self.support),
                 self.reasons,
+                self.matmul_precision,
+                self.measured,
             ),
         )
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> Region:
         """A region of this plan's dtype on this plan's device: ``amphal.autocast(plan)``."""
-        from ._autocast import autocast
-
         return autocast(self, enabled=enabled, cache_enabled=cache_enabled)
 
     def grad_scaler(self, **kwargs: Any) -> GradScaler:
@@ -80,12 +92,22 @@ class Plan:
 
         return GradScaler(self, **kwargs)
 
+    def matmul(self) -> AbstractContextManager[None]:
+        """A block in which float32 matmuls have this plan's precision; put it around whole steps.
+
+        The setting is torch's own, of the whole process, and put back at the end. A plan without
+        one (every plan of :func:`detect`) changes nothing.
+        """
+        return _matmul.matmul_precision(self.matmul_precision)
+
     def explain(self) -> str:
         """The plan and its reasons as a paragraph that a person reads."""
         scaler = "with" if self.use_scaler else "without"
+        matmul = self.matmul_precision
         head = (
             f"{self.hardware.name} ({self.device}): {short_name(self.dtype)} {scaler} a gradient "
-            f"scaler, {'fused' if self.fused_optimizers else 'unfused'} optimizers."
+            f"scaler, {'fused' if self.fused_optimizers else 'unfused'} optimizers"
+            f"{f', float32 matmuls at {matmul!r} (plan.matmul())' if matmul else ''}."
         )
         return " ".join([head, *(f"{reason[0].upper()}{reason[1:]}." for reason in self.reasons)])
 
@@ -106,6 +128,8 @@ class Plan:
                 for dtype, s in self.support.items()
             },
             "reasons": list(self.reasons),
+            "matmul_precision": self.matmul_precision,
+            "measured": None if self.measured is None else [row.to_dict() for row in self.measured],
         }
 
 

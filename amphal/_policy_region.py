@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _autocast, _compat, _detect, _export, _policy, _warn
+from . import _autocast, _compat, _detect, _export, _policy, _settle, _warn
 from ._autocast import Region
 from ._decorate import decorate
 from ._detect import Plan
@@ -165,7 +165,7 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(ops=...), which decorates the function below it"
         )
-    made = region(*_autocast.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
+    made = region(*_settle.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
     if enabled and dtype is None and not made._enabled:
         _tell_of_no_effect(made.device)
     if isinstance(device, Plan) or (device is not None and dtype is not None):

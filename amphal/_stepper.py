@@ -130,9 +130,7 @@ class Stepper(Scale):
                     self.unscale_(optimizer)
         for state in states:
             state["nothing"] = not state["found_inf_per_device"]
-        flag = self._agree(states)
-        if veto is not None and self._process_group is not None:
-            veto = self._all_reduce(veto.to(flag.device if flag is not None else veto.device))
+        flag, veto = self._agree(states, veto)
         skip = None
         if flag is not None and any(map(needs_host, optimizers)):
             flag, skip = self._ask(states, flag, veto)
@@ -142,17 +140,23 @@ class Stepper(Scale):
             for optimizer, state in zip(optimizers, states, strict=True)
         ]
 
-    def _agree(self, states: list[State]) -> Tensor | None:
-        """One flag for all these optimizers, and for all ranks if there is a group."""
+    def _agree(
+        self, states: list[State], veto: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One flag and one veto for all these optimizers, and for all ranks if there is a group."""
         assert self._scale is not None
         flags = [f for state in states for f in state["found_inf_per_device"].values()]
         flag = _grads.any_flag(flags, self._scale.device)
         alone = self._process_group is None
         if not alone:
-            flag = self._all_reduce(torch.zeros_like(self._scale) if flag is None else flag)
+            both = [torch.zeros_like(self._scale) if flag is None else flag]
+            if veto is not None:
+                both.append(veto.to(both[0]).reshape(both[0].shape))
+            flag, *rest = self._all_reduce(torch.stack(both))  # one collective for the two
+            veto = rest[0] if rest else None
         if flag is not None and (len(states) > 1 or len(flags) > 1 or not alone):
             _set_flag(states, flag)
-        return flag
+        return flag, veto
 
     def _ask(self, states: list[State], flag: Tensor, veto: Tensor | None) -> tuple[Tensor, bool]:
         """Let the host know the decision: one sync. The flag, and whether to skip."""
@@ -172,7 +176,8 @@ class Stepper(Scale):
             state["found"] = found
         return flag, skip
 
-    def _all_reduce(self, flag: Tensor) -> Tensor:
+    def _all_reduce(self, flags: Tensor) -> Tensor:
+        """The largest over the ranks of each of these flags, which are overwritten."""
         if self._process_group is _scaler_state.LOST:
             raise ScalerStateError(
                 "this scaler had a process group when it was pickled, which cannot travel; "
@@ -180,9 +185,8 @@ class Stepper(Scale):
             )
         import torch.distributed as dist
 
-        flag = flag.clone()
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._process_group)
-        return flag
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._process_group)
+        return flags
 
     def _step_one(
         self,
@@ -281,7 +285,7 @@ def needs_host(optimizer: Any) -> bool:
     for group in optimizer.param_groups:
         if group.get("momentum"):
             # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
-            # memory that nobody wrote, and steps with it next time (2.6 to 2.13).
+            # memory that nobody wrote, and steps with it next time (2.6 to 2.14).
             first = next((p for p in group["params"] if p.grad is not None), None)
             if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
                 return True

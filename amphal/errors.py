@@ -21,6 +21,7 @@
      ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
      ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
      │   └─ MissingCallError          (AssertionError) a call that had to come first is missing
+     ├─ TuneError                     (RuntimeError)  no candidate could be chosen
      ├─ NonFiniteGradientError        (RuntimeError)  a gradient norm that cannot be clipped to
      └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
 
@@ -59,6 +60,7 @@ __all__ = [
     "ScalerStateError",
     "StateDictError",
     "TorchTooOldError",
+    "TuneError",
     "UnknownDeviceError",
     "UnsupportedPrecisionError",
 ]
@@ -132,6 +134,10 @@ class PrecastError(AmphalError, RuntimeError):
 
 class TorchTooOldError(AmphalError, RuntimeError):
     """The torch that runs lacks something that was asked for."""
+
+
+class TuneError(AmphalError, RuntimeError):
+    """No candidate of ``tune()`` could be chosen; the message gives the reason of each."""
 
 
 class ScalerStateError(AmphalError, RuntimeError):

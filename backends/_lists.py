@@ -18,7 +18,7 @@ import torch
 from amphal import OpLists
 from amphal._backend import torch_version
 
-__all__ = ["FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xla", "xpu"]
+__all__ = ["FROM_BUILDS", "FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xpu"]
 
 
 def _ops(names: str) -> frozenset[str]:
@@ -84,6 +84,11 @@ def _rms_norm() -> frozenset[str]:
     return frozenset(["rms_norm"] if torch_version() >= (2, 12) else [])
 
 
+def _matrix_sqrth() -> frozenset[str]:
+    """An op that came with 2.14, on the lists of CUDA and the CPU and not on the header's."""
+    return frozenset(["linalg_matrix_sqrth"] if torch_version() >= (2, 14) else [])
+
+
 def _header() -> OpLists:
     """The lists of ATen/autocast_mode.h, and the ban that every user of them adds."""
     return OpLists(
@@ -115,12 +120,20 @@ def mtia(dtype: torch.dtype) -> OpLists:
     return _header()
 
 
+_CUDNN = frozenset(["cudnn_convolution", "cudnn_convolution_transpose"])
+
+FROM_BUILDS = frozenset(["_cudnn_rnn", "miopen_rnn"])
+"""The names that are on CUDA's key only in a build for CUDA (the first) or for ROCm (the second).
+
+Their kernels are in torch's library for the GPU, and cast to float16 in a bf16 region too. The
+second is declared from torch's source.
+"""
+
+
 def cuda(dtype: torch.dtype) -> OpLists:
-    """The policy of CUDA and ROCm autocast: the header's lists and cuDNN's own ops."""
+    """The policy of CUDA and ROCm autocast: the header's lists and the vendors' own ops."""
     return _header().add(
-        lower_precision=frozenset(["cudnn_convolution", "cudnn_convolution_transpose"])
-        | frozenset(["_cudnn_rnn"] if torch_version() < (2, 13) else []),
-        fp32=_EXTENSIONS_FP32,
+        lower_precision=_CUDNN | FROM_BUILDS, fp32=_EXTENSIONS_FP32 | _matrix_sqrth()
     )
 
 
@@ -164,7 +177,7 @@ _CPU_LOWER_PRECISION = _ops(
 _CPU_FP32 = _ops(
     """
     _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
-    binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse
+    binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky_inverse
     cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
     fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn
     fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d
@@ -177,13 +190,20 @@ _CPU_FP32 = _ops(
     linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d max_unpool3d mse_loss
     multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile
     nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod
-    prod.dim_int prod.dim_Dimname qr quantile quantile.scalar reflection_pad1d reflection_pad2d
+    prod.dim_int prod.dim_Dimname quantile quantile.scalar reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft
     stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
     """
 )
 
 _CPU_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])
+
+
+def _cpu_fp32() -> frozenset[str]:
+    # The two old decompositions left torch, and its list, with 2.14.
+    left = frozenset(["cholesky", "qr"] if torch_version() < (2, 14) else [])
+    return _CPU_FP32 | _matrix_sqrth() | left
+
 
 # Intel's extension (IPEX) adds to the CPU's list when it is imported; it changes the policy
 # of one of torch's own ops (_addmm_activation, in fp16). Each was observed on IPEX 2.8.
@@ -221,7 +241,7 @@ def cpu(dtype: torch.dtype) -> OpLists:
     ipex = "intel_extension_for_pytorch" in sys.modules
     # IPEX hands torchvision's RoI alignment to its own.
     taken = frozenset(["torchvision::roi_align"] if ipex else [])
-    lower, fp32, as_is = _CPU_LOWER_PRECISION | _IPEX_LOWER_PRECISION, _CPU_FP32, _IPEX_AS_IS
+    lower, fp32, as_is = _CPU_LOWER_PRECISION | _IPEX_LOWER_PRECISION, _cpu_fp32(), _IPEX_AS_IS
     if dtype is torch.float16:
         lower, as_is = lower - _IPEX_ONLY_BF16, as_is | _IPEX_ONLY_BF16
         raised = frozenset(["_addmm_activation"] if ipex else [])
@@ -232,32 +252,3 @@ def cpu(dtype: torch.dtype) -> OpLists:
         promote=_CPU_PROMOTE | _IPEX_PROMOTE | taken,
         as_is=as_is,
     )
-
-
-_XLA_LOWER_PRECISION = _ops(
-    """
-    addbmm addmm baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
-    conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input einsum linear matmul
-    max_pool2d mm prelu relu
-    """
-)
-
-_XLA_FP32 = _ops(
-    """
-    _softmax batch_norm binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
-    cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList
-    ctc_loss.Tensor hinge_embedding_loss inverse kl_div l1_loss linalg_inv_ex linalg_svd
-    log_softmax.Dimname log_softmax.int margin_ranking_loss mse_loss multi_margin_loss
-    multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d pow.Tensor_Scalar
-    prod prod.dim_Dimname prod.dim_int qr reflection_pad1d reflection_pad2d replication_pad1d
-    replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss softmax.Dimname
-    softmax.int svd trace triangular_solve triplet_margin_loss
-    """
-)
-
-_XLA_PROMOTE = frozenset(["cat", "index_copy", "index_copy.dimname", "stack"])
-
-
-def xla(dtype: torch.dtype) -> OpLists:
-    """The policy that torch_xla 2.9 brings for its device: data for a plug-in that serves it."""
-    return OpLists(lower_precision=_XLA_LOWER_PRECISION, fp32=_XLA_FP32, promote=_XLA_PROMOTE)

@@ -144,6 +144,13 @@ def scaler(hw: Hardware) -> ScalerSupport:
     )
 
 
+def float32_matmul(hw: Hardware) -> Mapping[str, str]:
+    """TF32 tensor cores came with compute capability 8.0; "medium" is the same there."""
+    if hw.capability is not None and hw.capability >= (8, 0):
+        return {"high": "TF32 on tensor cores"}
+    return {}
+
+
 def current_index() -> int | None:
     """The index of this thread's current device."""
     return torch.cuda.current_device()
@@ -164,4 +171,5 @@ BACKEND = Backend(
     scaler=scaler,
     current_index=current_index,
     synchronize=synchronize,
+    float32_matmul=float32_matmul,
 )

@@ -1,49 +1,66 @@
-"""Timing by turns: what is compared runs round by round, so that a noisy machine hits all alike."""
+"""How the benchmarks measure: variants in turn, round by round, and medians of the rounds."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
-__all__ = ["by_turns", "figures"]
+import torch
+
+Times = dict[str, list[float]]
 
 
-def by_turns(
-    works: Sequence[Callable[[], object]],
+def waiter(device: torch.device) -> Callable[[], None]:
+    """What waits for the device's work to end; nothing on a CPU."""
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.get_device_module(device).synchronize()
+
+
+def in_turn(
+    variants: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
-    warmup: int = 3,
-    wait: Callable[[], object] = lambda: None,
-) -> list[list[float]]:
-    """Milliseconds of each work in each round; who is first changes from round to round.
+    calls: int = 1,
+    wait: Callable[[], None] = lambda: None,
+    warm_up: int = 2,
+) -> Times:
+    """Seconds a call of each variant, a figure a round.
 
-    Args:
-        wait: called before each reading of the clock, such as a device's synchronize.
+    All variants run in every round, each time another one first, so that what else the machine
+    does meets all alike. ``calls`` is how often a variant runs in a row: enough for the clock.
     """
-    times: list[list[float]] = [[] for _ in works]
-    for number in range(rounds + warmup):
-        order = range(len(works))
-        for index in order if number % 2 else reversed(order):
+    names = list(variants)
+    times: Times = {name: [] for name in names}
+    for i in range(rounds + warm_up):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            run = variants[name]
             wait()
             start = time.perf_counter()
-            works[index]()
+            for _ in range(calls):
+                run()
             wait()
-            if number >= warmup:
-                times[index].append((time.perf_counter() - start) * 1e3)
+            if i >= warm_up:
+                times[name].append((time.perf_counter() - start) / calls)
     return times
 
 
-def figures(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """The medians in ms, and how many times faster ours is: the median of each round's ratio.
+def median(times: Times, name: str) -> float:
+    return statistics.median(times[name])
 
-    ``undisturbed`` is the ratio of the fastest tenths, for machines where others run as well.
-    """
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    fast = [sorted(times)[len(times) // 10] for times in (theirs, ours)]
-    return {
-        "torch_ms": statistics.median(theirs),
-        "amphal_ms": statistics.median(ours),
-        "times_faster": statistics.median(ratios),
-        "undisturbed": fast[0] / fast[1],
-    }
+
+def ratio(times: Times, name: str, base: str) -> float:
+    """The median over the rounds of ``name``'s time to ``base``'s in the same round."""
+    pairs = zip(times[name], times[base], strict=True)
+    return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def sized(run: Callable[[], object], rounds: int, variants: int) -> tuple[int, int]:
+    """Calls in a row, and rounds, for variants like ``run``: 50 ms each, 30 s in all, 5 rounds."""
+    run()
+    start = time.perf_counter()
+    run()
+    once = max(time.perf_counter() - start, 1e-9)
+    calls = max(1, round(0.05 / once))
+    return calls, max(5, min(rounds, int(30 / (once * calls * variants))))

@@ -36,6 +36,11 @@ def region_built_by_amphal() -> None:
         pass
 
 
+def region_of_the_plan() -> None:
+    with amphal.autocast():
+        pass
+
+
 def timed(function: Callable[[], object], loops: int = LOOPS) -> float:
     """Microseconds a call."""
     return timeit.timeit(function, number=loops) / loops * 1e6
@@ -64,6 +69,10 @@ def regions(rounds: int) -> dict[str, dict[str, float]]:
             region_built_by_torch, region_built_by_amphal, rounds
         )
     }
+    # What a script says that names neither device nor dtype; torch has to be told both.
+    found["built without arguments"] = interleaved(
+        region_built_by_torch, region_of_the_plan, rounds
+    )
     with torch.autocast("cpu", dtype=BF16), amphal.autocast("cpu", dtype=BF16):
         found["the same, nested"] = interleaved(
             region_built_by_torch, region_built_by_amphal, rounds

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _architectures import TIMM, TORCH_ONLY, TRANSFORMERS, Block
-from _timing import by_turns, figures
+from _timing import Times, in_turn, median, ratio, waiter
 from torch import Tensor, nn
 
 import amphal
@@ -110,6 +110,20 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
+def figures(times: Times) -> dict[str, float]:
+    """The medians in ms, and how many times faster ours is: the median of each round's ratio.
+
+    ``undisturbed`` is the ratio of the fastest tenths, for machines where others run as well.
+    """
+    fast = {name: sorted(series)[len(series) // 10] for name, series in times.items()}
+    return {
+        "torch_ms": median(times, "torch") * 1e3,
+        "amphal_ms": median(times, "amphal") * 1e3,
+        "times_faster": ratio(times, "torch", "amphal"),
+        "undisturbed": fast["torch"] / fast["amphal"],
+    }
+
+
 def measure_encoder(plan: amphal.Plan, rounds: int, wait: Any, stock: bool) -> list[dict[str, Any]]:
     """At each number of tokens; the report of ``precast_`` is that of the last."""
     model = encoder(stock).to(plan.device)
@@ -129,7 +143,7 @@ def measure_encoder(plan: amphal.Plan, rounds: int, wait: Any, stock: bool) -> l
 
         with torch.no_grad():
             equal = same(theirs(), mine())
-            found = figures(*by_turns([theirs, mine], rounds, wait=wait))
+            found = figures(in_turn({"torch": theirs, "amphal": mine}, rounds, wait=wait))
         name = "nn.TransformerEncoder" if stock else "encoder"
         saved = report.bytes_saved
         rows.append({"name": name, "tokens": tokens, "least": least, "bit_equal": equal} | found)
@@ -151,7 +165,8 @@ def measure_lora(plan: amphal.Plan, rounds: int, wait: Any) -> list[dict[str, An
         amphals = Training(ours, lambda: amphal.autocast(plan), tokens, plan.device)
         losses = [torchs.step() for _ in range(20)]
         equal = losses == [amphals.step() for _ in range(20)]
-        found = figures(*by_turns([torchs.step, amphals.step], rounds, wait=wait))
+        steps = {"torch": torchs.step, "amphal": amphals.step}
+        found = figures(in_turn(steps, rounds, wait=wait))
         row = {"name": "LoRA step", "tokens": tokens, "least": least, "bit_equal": equal}
         rows.append(row | found | {"bytes_saved": report.bytes_saved})
     return rows
@@ -209,7 +224,7 @@ def measure(
         plan = amphal.detect(device)
         if plan.dtype is torch.float32:
             plan = amphal.detect(device, precision="bf16")  # bits can be compared all the same
-        wait = amphal.get_backend(plan.hardware.device_type).synchronize or (lambda: None)
+        wait = waiter(plan.device)
         timed = measure_encoder(plan, rounds, wait, stock=False)
         timed += measure_encoder(plan, rounds, wait, stock=True)
         timed += measure_lora(plan, rounds, wait)

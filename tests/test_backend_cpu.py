@@ -129,3 +129,26 @@ def test_what_the_cpu_scaler_declares_is_true_here() -> None:
 
     assert torch.equal(step(found_inf=1.0), torch.ones(2))
     assert torch.equal(step(found_inf=0.0), torch.full((2,), -1.0))
+
+
+def test_medium_matmuls_are_declared_for_who_multiplies_bf16() -> None:
+    """oneDNN's bf16 inside float32 matmuls, with AMX or AVX512_BF16; not on Arm."""
+    xeon = Hardware("cpu", "x", architecture="x86_64", flags=frozenset({"avx512_bf16"}))
+    assert list(CPU.float32_matmul(xeon)) == ["medium"]
+    assert CPU.float32_matmul(dataclasses.replace(xeon, flags=frozenset({"avx2"}))) == {}
+    assert CPU.float32_matmul(known("graviton3")) == {}
+
+
+def test_what_is_declared_of_medium_matmuls_is_so_here() -> None:
+    """Where this CPU is said to multiply in bf16, its products are a bf16's precision off."""
+    a, b = torch.rand(64, 256), torch.rand(256, 64)
+    exact = a @ b
+    torch.set_float32_matmul_precision("medium")
+    try:
+        off = float(((a @ b - exact) / exact).abs().max())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    if "medium" in CPU.float32_matmul(CPU.probe(None)):
+        assert 1e-5 < off < 1e-2
+    else:
+        assert off < 1e-2

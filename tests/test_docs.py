@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["docs/autocast.md", "docs/precast.md", "docs/scaler.md"]
+PAGES = ["docs/autocast.md", "docs/precast.md", "docs/scaler.md", "docs/tune.md"]
 BLOCKS = [
     pytest.param(block, id=f"{page}-{i}")
     for page in PAGES

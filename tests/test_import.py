@@ -37,7 +37,30 @@ def test_import_loads_no_backend_and_no_heavy_module() -> None:
 
 def test_import_scans_no_entry_points() -> None:
     """The registry is empty until somebody asks."""
-    assert _fresh("import amphal; print(amphal._registry._rows)").strip() == "None"
+    assert _fresh("from amphal import _registry as r; print(r._rows)").strip() == "None"
+
+
+def test_import_leaves_the_registry_and_the_plans_for_the_first_region() -> None:
+    """A program that imports amphal and asks nothing of it does not pay for choosing."""
+    code = "import sys, amphal; print([m for m in sys.modules if m.startswith('amphal.')])"
+    loaded = _fresh(code)
+    assert "amphal._autocast" in loaded
+    assert "_registry" not in loaded
+    assert "_plan" not in loaded
+
+
+def test_the_first_use_may_be_in_a_compiled_function() -> None:
+    """Dynamo traces a region although nothing that validates it was loaded before."""
+    code = (
+        "import torch, amphal\n"
+        "x = torch.ones(2, 2)\n"
+        "@torch.compile(backend='eager', fullgraph=True)\n"
+        "def f(x):\n"
+        "    with amphal.autocast('cpu', 'bf16'):\n"
+        "        return x @ x\n"
+        "print(f(x).dtype)\n"
+    )
+    assert _fresh(code).strip() == "torch.bfloat16"
 
 
 def test_all_is_exactly_the_public_names_and_sorted() -> None:

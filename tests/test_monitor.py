@@ -267,13 +267,13 @@ def test_a_spike_on_another_rank_skips_here_too(fused, monkeypatch):
     scaler, reduced = scaler_of(), []
     scaler._process_group = "a group"
 
-    def all_reduce(flag):
-        reduced.append(float(flag))
-        return flag if len(reduced) == 1 else torch.ones_like(flag)  # the other rank's veto
+    def all_reduce(flags):
+        reduced.append(flags.tolist())
+        return torch.tensor([0.0, 1.0])  # the other rank's veto
 
     monkeypatch.setattr(scaler, "_all_reduce", all_reduce)
     scaler.scale(param.sum()).backward()
     amphal.GradMonitor(optimizer, skip="spike").step(optimizer, scaler)
-    assert reduced == [0.0, 0.0]
+    assert reduced == [[0.0, 0.0]]  # overflow and veto in one collective
     assert scaler.outcome(optimizer).skipped
     assert torch.equal(param.detach(), torch.ones(3))

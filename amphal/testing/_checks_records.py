@@ -119,7 +119,7 @@ class RecordChecks:
         assert first == second, "op_lists() gave two answers to one question; it must be pure"
         assert torch_state(subject.device_type) == before, "op_lists() changed torch's state"
 
-    @pytest.mark.parametrize("function", ["dtypes", "scaler"])
+    @pytest.mark.parametrize("function", ["dtypes", "scaler", "float32_matmul"])
     def test_answers_about_hardware_are_pure(self, subject: Subject, function: str) -> None:
         """Each record gives the same answer twice, on another machine too, and changes nothing."""
         before = torch_state(subject.device_type)
@@ -133,6 +133,18 @@ class RecordChecks:
                 "it must depend on the record alone"
             )
         assert torch_state(subject.device_type) == before, f"{function}() changed torch's state"
+
+    def test_float32_matmul_names_what_torch_takes(self, subject: Subject) -> None:
+        """Precisions below "highest" that change something, each with how."""
+        for hardware in subject.records:
+            declared = dict(subject.backend.float32_matmul(hardware))
+            assert declared.keys() <= {"high", "medium"}, (
+                f"float32_matmul() names {sorted(declared)} for {hardware.name!r}; "
+                "it may name 'high' and 'medium'"
+            )
+            assert all(isinstance(how, str) and how.strip() for how in declared.values()), (
+                f"float32_matmul() must say how each differs on {hardware.name!r}, got {declared}"
+            )
 
     def test_every_level_has_a_reason(self, subject: Subject) -> None:
         """Each record has a DtypeSupport with its reason for bf16 and fp16, and no other dtype."""

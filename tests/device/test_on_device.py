@@ -123,3 +123,31 @@ def test_a_scalers_state_moves_to_the_cpu_and_back() -> None:
         other.load_state_dict(source.state_dict())
         assert other.get_scale() == 2.0**7
         source = other
+
+
+def test_tune_measures_here_and_leaves_nothing_behind() -> None:
+    """A training step in every precision: all are tried, one is chosen, the state is as before."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(8, 16, device=DEVICE)
+    first: dict[torch.dtype, float] = {}
+
+    def step(plan: amphal.Plan, scaler: amphal.GradScaler) -> torch.Tensor:
+        optimizer.zero_grad()
+        with plan.autocast():
+            loss = (model(x) + torch.rand(1, device=DEVICE)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        first.setdefault(plan.dtype, float(loss.detach()))
+        return loss
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = amphal.tune(step, device=DEVICE, candidates=precisions(), budget_s=0.5)
+    assert plan.device.type == DEVICE
+    assert plan.measured is not None
+    assert {row.candidate for row in plan.measured} == set(precisions())
+    assert all(loss == pytest.approx(first[torch.float32], rel=0.05) for loss in first.values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())

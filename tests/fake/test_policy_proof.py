@@ -5,15 +5,19 @@ A torch that changes a list fails here, and the assertion shows the ops and both
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
 from amphal import _opnames, _ops
 from amphal._backend import torch_version
 from amphal.backends import _lists
 from amphal.errors import OpPolicyError
-from amphal.testing import observe_policy
+from amphal.testing import _observe, observe_policy, simulate
 
 pytestmark = pytest.mark.fake
 
@@ -38,8 +42,9 @@ def test_declared_names_are_those_of_the_live_dispatcher(device: str) -> None:
     """Every declared op that this torch defines is on the autocast key, and nothing else is."""
     declared = dict(TABLES[device](torch.bfloat16))
     live = _ops.listed_live(device)
-    # An extension's own ops, and what it adds to torch's, come with the extension.
-    added = _lists.FROM_EXTENSIONS
+    # An extension's own ops, and what it adds to torch's, come with the extension; a vendor's
+    # library with the build.
+    added = _lists.FROM_EXTENSIONS | _lists.FROM_BUILDS
     expected = {op for op in declared if _opnames.is_defined(op) and op not in added}
     lists = _ops.reconcile(TABLES[device](torch.bfloat16), live)
     assert sorted(lists.unclassified) == []
@@ -84,6 +89,44 @@ def test_an_exception_really_cannot_be_observed(device: str, op: str) -> None:
     if op in _ops.listed_live(device):
         with pytest.raises(OpPolicyError):
             observe_policy(device, op)
+
+
+def test_a_vendors_rnn_is_listed_in_its_build_alone() -> None:
+    """cuDNN's kernel is there in a build for CUDA, MIOpen's in one for ROCm, on no other key."""
+    listed = {op for device in TABLES for op in _ops.listed_live(device)}
+    cuda, rocm = torch.version.cuda is not None, torch.version.hip is not None
+    assert ("_cudnn_rnn" in listed, "miopen_rnn" in listed) == (cuda, rocm)
+
+
+def rnn_dtypes(region: Callable[[], Any]) -> set[torch.dtype]:
+    """The dtypes that cuDNN gets in this region for float32 inputs and weights in float16."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, device="cuda", dtype=dtype)
+
+    op = torch.ops.aten._cudnn_rnn.default
+    gru, rest = 3, (0, 1, False, 0.0, False, False, [], None)
+    with FakeTensorMode(), torch.inference_mode():
+        # With weights in float16 there is nothing to flatten, which would take a GPU.
+        weights = [empty(12, 4, dtype=torch.float16), empty(12, 3, dtype=torch.float16)]
+        args = (empty(5, 2, 4), weights, 2, None, empty(1, 2, 3), None, gru, 3, *rest)
+        with region():
+            return set(_observe._tensor_dtypes(_observe.seen_by(op, op, args, {})))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_cudnn_gets_an_rnn_in_fp16_from_every_region(low: torch.dtype) -> None:
+    """Its kernel casts to float16 in a bf16 region too; a build without it casts nothing."""
+    seen = rnn_dtypes(lambda: _observe._region("cuda", low))
+    fp16, fp32 = torch.float16, torch.float32
+    assert seen == ({fp16} if "_cudnn_rnn" in _ops.listed_live("cuda") else {fp16, fp32})
+
+
+def test_a_policy_keeps_an_rnn_of_cudnn_in_fp32() -> None:
+    """``ops={"_cudnn_rnn": "fp32"}`` is what to say where that fp16 has no loss scale."""
+    ops = {"_cudnn_rnn": "fp32"}
+    with simulate(amphal.known_hardware()["h100"].hardware):
+        assert rnn_dtypes(lambda: amphal.autocast("cuda", "bf16", ops=ops)) == {torch.float32}
 
 
 def test_an_op_that_is_not_listed_is_as_is() -> None:

@@ -23,35 +23,40 @@ Result = tuple[list[float], Any]
 Way = Callable[[str, amphal.Plan], Result]
 
 
-def raw_torch(name: str, plan: amphal.Plan) -> Result:
+def by_hand(name: str, region: Callable[[], torch.autocast], scaler: Any) -> Result:
     model, optimizer, data = made(name)
-    scaler = torch.amp.GradScaler("cpu", enabled=plan.dtype is torch.float16)
-    low = plan.dtype is not torch.float32
     losses = []
     for batch in data:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=plan.dtype if low else torch.bfloat16, enabled=low):
+        with region():
             loss = model(**batch).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
     return losses, scaler
+
+
+def raw_torch(name: str, plan: amphal.Plan) -> Result:
+    scaler = torch.amp.GradScaler("cpu", enabled=plan.dtype is torch.float16)
+    low = plan.dtype is not torch.float32
+    dtype = plan.dtype if low else torch.bfloat16
+    return by_hand(name, lambda: torch.autocast("cpu", dtype=dtype, enabled=low), scaler)
 
 
 def with_amphal(name: str, plan: amphal.Plan) -> Result:
-    model, optimizer, data = made(name)
-    scaler = amphal.GradScaler(plan)
+    return by_hand(name, lambda: amphal.autocast(plan), amphal.GradScaler(plan))
+
+
+def by_framework(framework: Any, model: Any, optimizer: Any, data: list[Any]) -> list[float]:
     losses = []
     for batch in data:
         optimizer.zero_grad()
-        with amphal.autocast(plan):
-            loss = model(**batch).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss = model(**batch).loss
+        framework.backward(loss)
+        optimizer.step()
         losses.append(loss.item())
-    return losses, scaler
+    return losses
 
 
 def with_accelerate(name: str, plan: amphal.Plan) -> Result:
@@ -61,14 +66,7 @@ def with_accelerate(name: str, plan: amphal.Plan) -> Result:
     accelerator = amphal_accelerate.accelerator(plan)
     model, optimizer, data = made(name)
     model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, accelerator.scaler
+    return by_framework(accelerator, model, optimizer, data), accelerator.scaler
 
 
 def with_fabric(name: str, plan: amphal.Plan) -> Result:
@@ -78,14 +76,7 @@ def with_fabric(name: str, plan: amphal.Plan) -> Result:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
     model, optimizer, data = made(name)
     model, optimizer = fabric.setup(model, optimizer)
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        fabric.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, precision.scaler
+    return by_framework(fabric, model, optimizer, data), precision.scaler
 
 
 def with_lightning(name: str, plan: amphal.Plan) -> Result:

@@ -19,6 +19,16 @@ region: torch.autocast = plan.autocast(enabled=False)
 scaler: amphal.GradScaler = plan.grad_scaler(init_scale=2.0**10)
 torchs: torch.amp.GradScaler = scaler
 
+
+def step(plan: amphal.Plan, scaler: amphal.GradScaler) -> torch.Tensor:
+    return torch.ones(())
+
+
+tuned: amphal.Plan = amphal.tune(step, candidates=["fp32", torch.bfloat16, plan], chart="text")
+rows: tuple[amphal.Measurement, ...] | None = tuned.measured
+with tuned.matmul():
+    pass
+
 with amphal.autocast():
     pass
 with amphal.autocast("cuda", torch.float16, True, None):

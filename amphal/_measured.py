@@ -1,0 +1,72 @@
+"""What a measurement leaves behind: one frozen row a candidate, and the sentences made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["NOISY", "Measurement", "duration", "sentences"]
+
+NOISY = 0.3
+"""A spread beyond which a choice is doubtful."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What :func:`amphal.tune` found of one candidate."""
+
+    candidate: str
+    """Its name: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp32:medium"`` …"""
+    seconds: float | None
+    """The median time of a step; None where it was never timed."""
+    ratio: float | None
+    """Its time as a multiple of the shortest median, round by round; None where never timed."""
+    spread: float | None
+    """How far the middle half of its times lies apart, as a part of the median; None if untimed."""
+    rounds: int
+    """How many interleaved rounds it took part in."""
+    loss: float | None
+    """Of the same early step for all candidates, from the same state; None without a loss."""
+    dropped: bool = False
+    """True where it could not be chosen."""
+    note: str = ""
+    """Why it was dropped, or stopped before the end."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain JSON-able values."""
+        return asdict(self)
+
+
+def duration(seconds: float) -> str:
+    """Three digits with a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _sentence(row: Measurement) -> str:
+    if row.dropped:
+        return f"dropped {row.candidate}: {row.note}"
+    if row.seconds is None or row.ratio is None:
+        return f"did not time {row.candidate}: {row.note}"
+    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
+    note = f" ({row.note})" if row.note else ""
+    return (
+        f"measured {row.candidate}: {duration(row.seconds)} a step, {row.ratio:.2f} x the fastest, "
+        f"in {row.rounds} rounds{loss}{note}"
+    )
+
+
+def sentences(rows: Iterable[Measurement], chosen: str) -> list[str]:
+    """One sentence a row, and a doubt where the chosen one's times say that they are none."""
+    rows = list(rows)
+    told = [_sentence(row) for row in rows]
+    spread = next((row.spread for row in rows if row.candidate == chosen), None)
+    if spread is not None and spread > NOISY:
+        told.append(
+            f"the times of {chosen} scatter by {spread:.0%}, so other work disturbed them: a quiet "
+            "machine, fewer threads or a longer budget_s tells better"
+        )
+    return told
