@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _models import GPT
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,41 +33,6 @@ LIMIT = 1.05
 """The most that tune()'s choice may take, as a multiple of the best candidate's time."""
 
 Step = Callable[[amphal.Plan, amphal.GradScaler], torch.Tensor]
-
-
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Token and position embeddings, blocks, and a head."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int, context: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
 
 
 def training(model: nn.Module, loss_of: Callable[[], torch.Tensor], plan: amphal.Plan) -> Step:
@@ -90,10 +56,10 @@ def training(model: nn.Module, loss_of: Callable[[], torch.Tensor], plan: amphal
 
 
 def gpt_training(plan: amphal.Plan) -> Step:
-    model = GPT(1024, 384, 4, 128).to(plan.device)
+    model = GPT(384, 4, 128).to(plan.device)
 
     def loss_of() -> torch.Tensor:
-        tokens = torch.randint(1024, (8, 129), device=plan.device)
+        tokens = torch.randint(256, (8, 129), device=plan.device)
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     return training(model, loss_of, plan)
@@ -101,8 +67,8 @@ def gpt_training(plan: amphal.Plan) -> Step:
 
 def one_token(plan: amphal.Plan) -> Step:
     """A row of one through every matrix of a GPT, as decoding with a cache does."""
-    model = GPT(1024, 512, 4, 8).to(plan.device).eval()
-    token = torch.randint(1024, (1, 1), device=plan.device)
+    model = GPT(512, 4, 8).to(plan.device).eval()
+    token = torch.randint(256, (1, 1), device=plan.device)
 
     def step(plan: amphal.Plan, scaler: amphal.GradScaler) -> torch.Tensor:
         with torch.no_grad(), plan.autocast():
