@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import _compat, _detect, _kernels, _opnames, _registration, _registry
+from ._ask import declared_lists
 from .errors import ArgumentError, ArgumentTypeError, OpPolicyError
 
 __all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
@@ -32,7 +33,7 @@ def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
         if _compat.has_fallthrough(key):
             _installed[device_type] = None
             return
-        lists = _registry.get_backend(device_type).op_lists(dtype)
+        lists = declared_lists(_registry.get_backend(device_type), dtype)
         actions = {
             (op, key): _static(_kernels.action(op, policy, device_type))
             for op, policy in lists

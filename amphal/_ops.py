@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _compat, _detect, _install, _opnames, _registration, _registry
+from ._ask import declared_lists
 from ._oplists import OpLists
 from .errors import ArgumentError
 
@@ -32,10 +33,10 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
     name, _ = _detect.named_device(device_type, what="device_type")
     backend = _registry.get_backend(name)
     name = backend.device_type
-    if not torch.amp.is_autocast_available(name):
+    if not _compat.autocast_available(name):
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
     low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
-    declared = backend.op_lists(low)
+    declared = declared_lists(backend, low)
     if _install.needs_kernels(name):
         # amphal will install exactly what is declared when a region on the device is made.
         return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
