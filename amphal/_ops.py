@@ -9,6 +9,7 @@ import torch
 
 from . import _compat, _detect, _install, _opnames, _registration, _registry
 from ._ask import declared_lists
+from ._backend import LOW_PRECISION
 from ._oplists import OpLists
 from .errors import ArgumentError
 
@@ -40,11 +41,16 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
     if _install.needs_kernels(name):
         # amphal will install exactly what is declared when a region on the device is made.
         return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
+    live = listed_live(name)
+    if _install.installed(name):
+        # Its kernels are for both dtypes: an op that only the other one casts passes by here.
+        others = {op for low in LOW_PRECISION for op in dict(declared_lists(backend, low))}
+        live -= others - set(dict(declared))
     rules = _install.registered_policies(name)
     for op, policy in rules.items():
         declared = declared.add(**{policy: [op]})
     # A region may have put a kernel for an op with a rule too, which makes it no temporary one.
-    return reconcile(declared, listed_live(name) | frozenset(rules))
+    return reconcile(declared, live | frozenset(rules))
 
 
 def listed_live(device_type: str) -> frozenset[str]:
