@@ -194,6 +194,11 @@ class NeverSkips(torch.amp.GradScaler):
         """As if no gradient had overflowed."""
 
 
+class TellsNobody(torch.amp.GradScaler):
+    def _found_inf_per_device(self, optimizer: Any) -> Any:
+        return {}
+
+
 class Forgets(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes nothing up."""
@@ -206,6 +211,10 @@ def saturating(kind: type[torch.amp.GradScaler]) -> Backend:
 
 class TestTheScalerNeverSkips(BackendConformance):
     backend = saturating(NeverSkips)
+
+
+class TestTheScalerTellsNobody(BackendConformance):
+    backend = saturating(TellsNobody)
 
 
 class TestTheScalerForgets(BackendConformance):
