@@ -8,11 +8,12 @@ from typing import Any, Protocol, cast
 import torch
 
 from . import _env, _plan, _registry
+from ._ask import answering, reason_of, shown
 from ._backend import Availability, Backend, Hardware, ScalerSupport
 from ._names import DeviceLike, PrecisionLike, named_device, named_precision
 from ._plan import Plan
 from ._warn import warn
-from .errors import BackendError, DeviceNotAvailableError, PrecisionWarning
+from .errors import AmphalError, BackendError, DeviceNotAvailableError, PrecisionWarning
 
 __all__ = [
     "DeviceLike",
@@ -45,15 +46,16 @@ def _available_names() -> list[str]:
 def _probe(backend: Backend, index: int | None) -> Hardware:
     named = backend.device_type if index is None else f"{backend.device_type}:{index}"
     try:
-        hardware = backend.probe(index)
-    except (Exception, SystemExit) as exc:
-        raise DeviceNotAvailableError(
-            f"{named!r} could not be probed: {_registry.reason_of(exc)}"
-        ) from exc
+        with answering(backend, "probe"):
+            hardware = backend.probe(index)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        raise DeviceNotAvailableError(f"{named!r} could not be probed: {reason_of(exc)}") from exc
     if not isinstance(hardware, Hardware) or hardware.device_type != backend.device_type:
         raise BackendError(
             f"probe() of the backend {backend.device_type!r} must return an amphal.Hardware of "
-            f"that device type, got {hardware!r}"
+            f"that device type, got {shown(hardware)}"
         )
     return hardware
 
@@ -61,6 +63,14 @@ def _probe(backend: Backend, index: int | None) -> Hardware:
 def _scaler_of(hardware: Hardware) -> tuple[Backend, ScalerSupport]:
     backend = _registry.get_backend(hardware.device_type)
     return backend, _plan.facts(backend, hardware)[1]
+
+
+def _known_to_torch(device_type: str) -> bool:
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _torch_device(device_type: str, index: int | None) -> torch.device:
@@ -73,8 +83,25 @@ def _torch_device(device_type: str, index: int | None) -> torch.device:
         )
 
 
+def _usable(backend: Backend) -> Hardware:
+    """The device's facts, if everything that a plan of it needs can be had.
+
+    Raises:
+        DeviceNotAvailableError, BackendError: why the device cannot be chosen unasked.
+    """
+    hardware = _probe(backend, None)
+    _plan.facts(backend, hardware)
+    _current_index(backend)
+    if not _known_to_torch(backend.device_type):
+        raise DeviceNotAvailableError(
+            f"torch has no device type {backend.device_type!r} here, although its backend says "
+            "that it is available: what gives torch the device was not imported"
+        )
+    return hardware
+
+
 def _best() -> tuple[Backend, Hardware, list[str]]:
-    """The available backend of highest priority that can be probed."""
+    """The available backend of highest priority that a plan can be made of."""
     backends = [r.backend for r in _registry.registered_backends().values() if r.backend]
     backends.sort(key=lambda b: (-b.priority, b.device_type))
     passed: list[str] = []
@@ -82,8 +109,8 @@ def _best() -> tuple[Backend, Hardware, list[str]]:
         answer = _registry.availability(backend)
         if answer:
             try:
-                hardware = _probe(backend, None)
-            except (DeviceNotAvailableError, BackendError) as exc:
+                hardware = _usable(backend)
+            except AmphalError as exc:
                 answer = Availability(False, str(exc))
             else:
                 note = "the available backend of highest priority"
@@ -141,12 +168,19 @@ def _resolve(device: object, precision: object) -> tuple[Plan, str, Backend | No
 
 def _current_index(backend: Backend) -> int | None:
     try:
-        return backend.current_index()
-    except Exception as exc:
+        index = backend.current_index()
+    except (KeyboardInterrupt, AmphalError):
+        raise
+    except BaseException as exc:
         raise BackendError(
-            f"current_index() of the backend {backend.device_type!r} raised "
-            f"{_registry.reason_of(exc)}"
+            f"current_index() of the backend {backend.device_type!r} raised {reason_of(exc)}"
         ) from exc
+    if index is not None and not isinstance(index, int):
+        raise BackendError(
+            f"current_index() of the backend {backend.device_type!r} must return an int or None, "
+            f"got {shown(index)}"
+        )
+    return index
 
 
 class _Detect(Protocol):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from . import _compat, _detect, _kernels, _opnames, _registration, _registry
-from .errors import ArgumentError, ArgumentTypeError, OpPolicyError
+from ._ask import declared_lists
+from ._backend import LOW_PRECISION
+from .errors import ArgumentError, ArgumentTypeError, BackendError, OpPolicyError
 
 __all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
 
@@ -32,17 +34,53 @@ def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
         if _compat.has_fallthrough(key):
             _installed[device_type] = None
             return
-        lists = _registry.get_backend(device_type).op_lists(dtype)
+        backend = _registry.get_backend(device_type)
+        tables = {low: dict(declared_lists(backend, low)) for low in {dtype, *LOW_PRECISION}}
+        for op, policy in sorted({pair for table in tables.values() for pair in table.items()}):
+            reason = _opnames.refusal(op, policy) if _opnames.is_defined(op) else None
+            if reason is not None:
+                raise BackendError(
+                    f"op_lists() of the backend {device_type!r} declares {op!r} {policy!r}, which "
+                    f"makes no sense: {reason}"
+                )
         actions = {
-            (op, key): _static(_kernels.action(op, policy, device_type))
-            for op, policy in lists
-            if policy not in ("as_is", "unclassified") and _opnames.is_defined(op)
+            (op, key): _static(_by_dtype(op, tables, device_type))
+            for op in sorted(set().union(*tables.values()))
+            if _opnames.is_defined(op)
+            and not {t.get(op, "as_is") for t in tables.values()} <= {"as_is", "unclassified"}
         }
         fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
         kernels = _registration.Kernels(actions)
         kernels.put()
         _installed[device_type] = (fallthrough, kernels)
+
+
+def _by_dtype(
+    op: str, tables: Mapping[torch.dtype, Mapping[str, str]], device_type: str
+) -> _kernels.Action:
+    """What the lists of the region's dtype say of ``op``; they may differ between dtypes."""
+    pass_by = _kernels.PASS_BY
+    policies = {low: table.get(op, pass_by) for low, table in tables.items()}
+    cast_not = ("as_is", "unclassified")
+    actions = {
+        low: _kernels.action(op, pass_by if policy in cast_not else policy, device_type)
+        for low, policy in policies.items()
+    }
+    if len(set(policies.values())) == 1:
+        return next(iter(actions.values()))
+    other = _kernels.action(op, pass_by, device_type)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = torch.get_autocast_dtype(device_type)
+        return actions.get(low, other)(keyset, args, kwargs)
+
+    return run
+
+
+def installed(device_type: str) -> bool:
+    """Whether the device's autocast kernels are those that amphal made of its declared lists."""
+    return _installed.get(device_type) is not None
 
 
 def needs_kernels(device_type: str) -> bool:

@@ -171,6 +171,12 @@ _refusal_in_aten = functools.lru_cache(maxsize=4096)(_refusal)
 _CASTING = frozenset(POLICIES) - {"as_is", "banned"}
 
 
+def refusal(op: str, policy: str) -> str | None:
+    """Why ``policy`` makes no sense for this overload, which is defined; None if it makes sense."""
+    reason = _refusal if "::" in op else _refusal_in_aten
+    return reason(op, policy) if policy in _CASTING else None
+
+
 def expand_lists(lists: OpLists) -> dict[str, str]:
     """Validated: overload to policy, for all that whole lists name and that is loaded.
 
@@ -189,10 +195,9 @@ def expand_lists(lists: OpLists) -> dict[str, str]:
     exact: dict[str, str] = {}
     for op, policy in lists:
         if is_defined(op):
-            reason = _refusal if "::" in op else _refusal_in_aten
-            refusal = reason(op, policy) if policy in _CASTING else None
-            if refusal is not None:
-                raise OpPolicyError(f"{policy!r} makes no sense for {op!r}: {refusal}")
+            reason = refusal(op, policy)
+            if reason is not None:
+                raise OpPolicyError(f"{policy!r} makes no sense for {op!r}: {reason}")
             exact[op] = policy
         elif _is_loaded(op):
             table.update(expand({op: policy}))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from . import _compat, _detect, _install, _opnames, _registration, _registry
+from ._ask import declared_lists
+from ._backend import LOW_PRECISION
 from ._oplists import OpLists
 from .errors import ArgumentError
 
@@ -32,18 +34,23 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
     name, _ = _detect.named_device(device_type, what="device_type")
     backend = _registry.get_backend(name)
     name = backend.device_type
-    if not torch.amp.is_autocast_available(name):
+    if not _compat.autocast_available(name):
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
     low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
-    declared = backend.op_lists(low)
+    declared = declared_lists(backend, low)
     if _install.needs_kernels(name):
         # amphal will install exactly what is declared when a region on the device is made.
         return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
+    live = listed_live(name)
+    if _install.installed(name):
+        # Its kernels are for both dtypes: an op that only the other one casts passes by here.
+        others = {op for low in LOW_PRECISION for op in dict(declared_lists(backend, low))}
+        live -= others - set(dict(declared))
     rules = _install.registered_policies(name)
     for op, policy in rules.items():
         declared = declared.add(**{policy: [op]})
     # A region may have put a kernel for an op with a rule too, which makes it no temporary one.
-    return reconcile(declared, listed_live(name) | frozenset(rules))
+    return reconcile(declared, live | frozenset(rules))
 
 
 def listed_live(device_type: str) -> frozenset[str]:

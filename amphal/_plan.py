@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _matmul
+from ._ask import answering, reason_of, shown
 from ._autocast import Region, autocast
 from ._backend import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._names import short_name
@@ -137,23 +138,30 @@ def facts(
     backend: Backend, hardware: Hardware
 ) -> tuple[dict[torch.dtype, DtypeSupport], ScalerSupport]:
     try:
-        support = dict(backend.dtypes(hardware))
-        scaler = backend.scaler(hardware)
-    except Exception as exc:
+        with answering(backend, "dtypes"):
+            support = dict(backend.dtypes(hardware))
+        with answering(backend, "scaler"):
+            scaler = backend.scaler(hardware)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
         raise BackendError(
-            f"the backend {backend.device_type!r} failed on {hardware.name!r}: "
-            f"{type(exc).__name__}: {exc}"
+            f"the backend {backend.device_type!r} failed on {hardware.name!r}: {reason_of(exc)}"
         ) from exc
     wrong = [k for k, v in support.items() if not isinstance(v, DtypeSupport) or k not in _DTYPES]
     if wrong or not isinstance(scaler, ScalerSupport):
         raise BackendError(
             f"the backend {backend.device_type!r} must map bfloat16 and float16 to "
             f"amphal.DtypeSupport and answer scaler() with an amphal.ScalerSupport, "
-            f"got {support!r} and {scaler!r}"
+            f"got {shown(support)} and {shown(scaler)}"
         )
     for dtype in LOW_PRECISION:
         support.setdefault(dtype, _MISSING)
-    support.setdefault(torch.float32, _FULL)
+    if support.setdefault(torch.float32, _FULL).level == "absent":
+        raise BackendError(
+            f"the backend {backend.device_type!r} says that {hardware.name!r} has no float32; it "
+            "is what is left where nothing else pays, and every device must have it"
+        )
     return support, scaler
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from types import MappingProxyType
 
+from ._ask import answering, reason_of, shown
 from ._backend import Availability, Backend
 from .errors import (
     AmphalError,
@@ -91,15 +92,6 @@ def _source(entry: metadata.EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None and dist.name else entry.value
 
 
-def reason_of(exc: BaseException) -> str:
-    """The exception's type and text, whatever a vendor's class does when asked for its text."""
-    try:
-        text = str(exc)
-    except Exception:
-        text = "(its message cannot be printed)"
-    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-
-
 def _scan() -> dict[str, Registration]:
     rows: dict[str, Registration] = {}
     entries = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
@@ -118,7 +110,9 @@ def _scan() -> dict[str, Registration]:
             continue
         try:
             rows[entry.name] = Registration(entry.name, source, _load(entry))
-        except (Exception, SystemExit) as exc:  # a broken plug-in must not break the others
+        except KeyboardInterrupt:  # the user's; the next question scans again
+            raise
+        except BaseException as exc:  # a broken plug-in must not break the others
             reason = reason_of(exc)
             if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
                 reason += (
@@ -254,17 +248,17 @@ def overridden(backend: Backend) -> Iterator[None]:
 def availability(backend: Backend) -> Availability:
     """Ask a backend whether its device is there; an exception in its answer is a reasoned "no"."""
     try:
-        answer = backend.available()
+        with answering(backend, "available"):
+            answer = backend.available()
+    except KeyboardInterrupt:
+        raise
     except AmphalError as exc:
         return Availability(False, str(exc) or type(exc).__name__)
-    except (
-        Exception,
-        SystemExit,
-    ) as exc:  # available() promised not to raise; a broken driver breaks promises
+    except BaseException as exc:  # it promised not to raise; a broken driver breaks promises
         return Availability(False, f"available() of the backend raised {reason_of(exc)}")
     if not isinstance(answer, Availability):
         return Availability(
             False,
-            f"available() of the backend returned {answer!r}, not an amphal.Availability",
+            f"available() of the backend returned {shown(answer)}, not an amphal.Availability",
         )
     return answer

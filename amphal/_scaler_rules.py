@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _detect, _grads, _registry
+from . import _ask, _detect, _grads, _plan, _registry
 from ._backend import Hardware, ScalerSupport
 from ._detect import Plan
 from .errors import (
@@ -168,10 +168,8 @@ def plan_for(device: Any, enabled: bool | None) -> tuple[str, Plan | None]:
 def support_of(plan: Plan) -> tuple[ScalerSupport, Any]:
     """What a scaler can count on there, and the vendor's own scaler class or None."""
     backend = _registry.get_backend(plan.hardware.device_type)
-    support = backend.scaler(plan.hardware)
-    vendor = None
-    if not support.detects_overflow and backend.vendor_scaler is not None:
-        vendor = backend.vendor_scaler()
+    support = _plan.facts(backend, plan.hardware)[1]
+    vendor = None if support.detects_overflow else _ask.vendor_scaler(backend)
     return support, vendor
 
 

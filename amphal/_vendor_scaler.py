@@ -6,6 +6,7 @@ device, can tell that a step must be skipped. It decides; this class adds what c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,13 +43,21 @@ class VendorScaler(GradScaler):
             )
         super().__init__(plan, *args, **kwargs)
         vendor = rules.support_of(plan)[1]
+        # torch's own means cuda where no device is named; older ones of vendors take no device.
+        takes_device = "device" in inspect.signature(vendor).parameters
         self._vendor: Any = vendor(
+            **({"device": plan.device.type} if takes_device else {}),
             init_scale=self._init_scale,
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
             enabled=self._enabled,
         )
+        if self._enabled and not self._vendor.is_enabled():
+            raise BackendError(
+                f"the vendor's scaler {vendor.__qualname__} switched itself off on {plan.device}: "
+                "fp16 gradients would go unscaled. Use another precision, or another version of it"
+            )
 
     def scale(self, outputs: Any) -> Any:
         """Multiply by the vendor's scale."""
@@ -122,7 +131,11 @@ class VendorScaler(GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's entries of a state into the vendor's scaler; a bad one changes nothing."""
+        """Load torch's entries of a state into the vendor's scaler; a bad one changes nothing.
+
+        What only the vendor's own states have (torch_npu's ``dynamic``) stays as it is where the
+        state is another scaler's.
+        """
         super().load_state_dict(state_dict)
         if state_dict:
-            self._vendor.load_state_dict(dict(state_dict))
+            self._vendor.load_state_dict({**self._vendor.state_dict(), **state_dict})

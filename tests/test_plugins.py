@@ -42,6 +42,11 @@ BROKEN_WHEN_LOADED = {
         "BACKEND",
         "fp8",
     ),
+    "panics": (  # an extension in Rust raises what is no Exception
+        "class PanicException(BaseException): pass\nraise PanicException('index out of bounds')",
+        "BACKEND",
+        "PanicException: index out of bounds",
+    ),
     "asks-at-import": ("import amphal\namphal.detect()", "BACKEND", "while it was being imported"),
 }
 
@@ -76,7 +81,59 @@ BROKEN_WHEN_ASKED = {
         "BACKEND = backend(dtypes=lambda hw: {torch.bfloat16: True})",
         "must map bfloat16 and float16 to amphal.DtypeSupport",
     ),
-    "scaler-lies": ("BACKEND = backend(scaler=lambda hw: None)", "amphal.ScalerSupport"),
+    "scaler-lies": (
+        "BACKEND = backend(priority=500, scaler=lambda hw: None)",
+        "amphal.ScalerSupport",
+    ),
+    "dtypes-fail-first": (
+        "def dtypes(hw): raise RuntimeError('no table')\n"
+        "BACKEND = backend(priority=501, dtypes=dtypes)",
+        "failed on 'the dtypes_fail_first device': RuntimeError: no table",
+    ),
+    "dtypes-exit": (
+        "def dtypes(hw): raise SystemExit('no licence')\nBACKEND = backend(dtypes=dtypes)",
+        "failed on 'the dtypes_exit device': SystemExit: no licence",
+    ),
+    "unprintable": (
+        "class Odd(Exception):\n    def __str__(self): raise RuntimeError\n    __repr__ = __str__\n"
+        "BACKEND = backend(dtypes=lambda hw: {torch.bfloat16: Odd()})",
+        "got a dict that cannot be printed",
+    ),
+    "no-fp32": (
+        "no = DtypeSupport('absent', False, 'x y')\n"
+        "BACKEND = backend(dtypes=lambda hw: {torch.float32: no})",
+        "has no float32",
+    ),
+    "index-fails-first": (
+        "def index(): raise SystemExit('no context')\n"
+        "BACKEND = backend(priority=502, current_index=index)",
+        "current_index() of the backend 'index_fails_first' raised SystemExit: no context",
+    ),
+    "index-is-text": (
+        "BACKEND = backend(current_index=lambda: '0')",
+        "must return an int or None, got '0'",
+    ),
+    "available-panics": (
+        "class PanicException(BaseException): pass\n"
+        "def available(): raise PanicException('index out of bounds')\n"
+        "BACKEND = backend(available=available)",
+        "available() of the backend raised PanicException: index out of bounds",
+    ),
+    "asks-itself": (
+        "import amphal\n"
+        "def available(): amphal.detect('asks_itself'); return Availability(True)\n"
+        "BACKEND = backend(available=available)",
+        "asked amphal about its own device while it was answering",
+    ),
+    "probe-asks-itself": (
+        "import amphal\n"
+        "BACKEND = backend(probe=lambda index: amphal.detect('probe_asks_itself').hardware)",
+        "asked amphal about its own device while it was answering",
+    ),
+    "dtypes-ask-amphal": (
+        "import amphal\nBACKEND = backend(dtypes=lambda hw: amphal.detect(hw).support)",
+        "asked amphal about its own device while it was answering",
+    ),
 }
 
 _ASK = """
@@ -91,7 +148,14 @@ for name in rows:
         errors[name] = f"{type(error).__name__}: {error}"
     except Exception as error:
         errors[name] = f"NOT OURS {type(error).__name__}: {error}"
+stranger = {}
+for name in ("op_lists", "autocast"):
+    try:
+        getattr(amphal, name)("stranger", "bf16")
+    except Exception as error:
+        stranger[name] = f"{type(error).__name__}: {error}"
 print(json.dumps({"rows": rows, "errors": errors, "detect": str(amphal.detect().device),
+                  "why": amphal.detect().explain(), "stranger": stranger,
                   "fine": str(amphal.get_backend("fine").probe(0).name)}))
 """
 
@@ -108,6 +172,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         module = name.replace("-", "_")
         distribution(folder, name, backend_source(module, last), {module: f"{module}:BACKEND"})
     distribution(folder, "fine", backend_source("fine"), {"fine": "fine:BACKEND"})
+    source = backend_source("stranger", "BACKEND = backend(priority=999)")
+    distribution(folder, "stranger", source, {"stranger": "stranger:BACKEND"})
     distribution(folder, "a-cpu-too", backend_source("cpu"), {"cpu": "a_cpu_too:BACKEND"})
     distribution(folder, "second-fine", backend_source("fine"), {"fine": "second_fine:BACKEND"})
     distribution(folder, "bad-value", backend_source("bad_value"), {"bad_value": "not a module!"})
@@ -138,6 +204,22 @@ def test_a_plug_in_that_breaks_when_asked_says_so(answers: dict[str, Any], name:
     assert answers["rows"][key]["ok"]
     assert not answers["errors"][key].startswith("NOT OURS")
     assert BROKEN_WHEN_ASKED[name][1] in answers["errors"][key]
+
+
+def test_a_device_that_torch_does_not_know_is_only_used_by_name(answers: dict[str, Any]) -> None:
+    """A backend of highest priority whose extension gave torch no device is passed over."""
+    assert answers["rows"]["stranger"]["ok"]
+    assert "stranger" not in answers["errors"]
+    assert answers["detect"].split(":")[0] in ("cpu", "cuda", "xpu", "mps")
+    assert "torch has no device type 'stranger' here" in answers["why"]
+
+
+@pytest.mark.parametrize("what", ["op_lists", "autocast"])
+def test_lists_of_a_device_that_torch_does_not_know_are_our_error(
+    answers: dict[str, Any], what: str
+) -> None:
+    """Asking for its op lists, or for a region on it, says that torch has no autocast for it."""
+    assert answers["stranger"][what].startswith("ArgumentError: torch has no autocast for device")
 
 
 def test_a_malformed_entry_point_is_a_row(answers: dict[str, Any]) -> None:

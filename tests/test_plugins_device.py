@@ -60,6 +60,16 @@ def test_an_old_torch_is_an_error_that_says_which_is_needed(
 
 
 @pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
+def test_kernels_follow_lists_that_differ_between_dtypes(tmp_path: Path) -> None:
+    """Each region casts by its own dtype's lists, and senseless lists are refused."""
+    facts = str(Path(__file__).parent / "plugins" / "lists_by_dtype.py")
+    done = python(
+        tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", facts
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+
+
+@pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
 def test_the_device_in_pure_python_keeps_its_promises(tmp_path: Path) -> None:
     """It computes, trains, refuses mixed devices, and passes the suite with a FakeBackend."""
     facts = str(Path(__file__).parent / "plugins" / "on_the_toy.py")

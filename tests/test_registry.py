@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import warnings
+from typing import Any
 
 import pytest
 
@@ -157,3 +160,87 @@ def test_the_registry_can_change_while_it_is_iterated() -> None:
         with _registry.overridden(dataclasses.replace(amphal.get_backend("cpu"), device_type="x")):
             pass
     assert len(view) == before
+
+
+class _Odd:
+    """What a vendor's function may return by mistake."""
+
+
+@pytest.mark.parametrize(
+    ("op_lists", "said"),
+    [
+        (lambda dtype: {"mm": "fp32"}, "must return an amphal.OpLists, got {'mm': 'fp32'}"),
+        (lambda dtype: amphal.OpLists(fp32={"mm"}, promote={"mm"}), "'mm' is in both"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_op_lists_are_an_error_that_names_the_backend(op_lists: Any, said: str) -> None:
+    """A backend whose lists cannot be had says so where they are asked for, and at no other."""
+    cpu = amphal.get_backend("cpu")
+    with _registry.overridden(dataclasses.replace(cpu, op_lists=op_lists)):
+        assert amphal.detect("cpu").device.type == "cpu"
+        with pytest.raises(amphal.BackendError, match="'cpu'") as error:
+            amphal.op_lists("cpu")
+    assert said in str(error.value)
+
+
+def _no_scaler() -> Any:
+    raise OSError("libvendor.so")
+
+
+@pytest.mark.parametrize(
+    ("vendor_scaler", "said"),
+    [(_no_scaler, "raised OSError: libvendor.so"), (lambda: _Odd, "a subclass of torch.amp.Grad")],
+)
+def test_a_wrong_vendor_scaler_is_an_error_that_names_the_backend(
+    vendor_scaler: Any, said: str
+) -> None:
+    """Where only the vendor's scaler can work and it cannot be had, GradScaler says why."""
+    cpu = amphal.get_backend("cpu")
+    blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
+    wrong = dataclasses.replace(cpu, scaler=blind, vendor_scaler=vendor_scaler)
+    with _registry.overridden(wrong), warnings.catch_warnings():
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        plan = amphal.detect("cpu", precision="fp16")
+        with pytest.raises(amphal.BackendError, match="'cpu'") as error:
+            amphal.GradScaler(plan)
+    assert said in str(error.value)
+
+
+def test_detect_answers_while_other_threads_register() -> None:
+    """Threads that add and remove backends leave every answer of another thread right."""
+    from amphal.testing import FakeBackend
+
+    stop, wrong = threading.Event(), []
+
+    def come_and_go(name: str) -> None:
+        while not stop.is_set():
+            amphal.register_backend(FakeBackend(name, priority=900, available="it left"))
+            amphal.unregister_backend(name)
+
+    threads = [threading.Thread(target=come_and_go, args=(f"guest{n}",)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            if amphal.detect("cpu").device.type != "cpu" or "guest" in str(amphal.detect().device):
+                wrong.append(amphal.detect())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert not [name for name in amphal.registered_backends() if name.startswith("guest")]
+
+
+def test_without_the_built_in_backends_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process may take out the built-in backends."""
+    monkeypatch.setattr(_registry, "_rows", dict(amphal.registered_backends()))
+    amphal.detect.cache_clear()
+    for name in ("cuda", "xpu", "mps", "cpu"):
+        amphal.unregister_backend(name)
+    with pytest.raises(amphal.DeviceNotAvailableError, match="no registered backend has"):
+        amphal.detect()
+    with pytest.raises(amphal.UnknownDeviceError, match="'cpu'"):
+        amphal.detect("cpu")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import math
 import pickle
+import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from test_scaler import iterate, problem, scaler_of
 
 import amphal
+from amphal import _registry
 
 
 def used(gradients=(1.0, math.inf, 1.0), **kwargs):
@@ -202,3 +206,48 @@ def test_the_scaler_keeps_neither_model_nor_optimizer_alive():
     del model, optimizer
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+class _WithMore(torch.amp.GradScaler):
+    """A vendor's scaler whose state has an entry that torch's lacks, as torch_npu's does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "dynamic": True}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["dynamic"] is True
+        super().load_state_dict(state_dict)
+
+
+def test_a_vendors_scaler_takes_up_torchs_state() -> None:
+    """On hardware that saturates, a checkpoint of torch's scaler loads, and so does its own."""
+    cpu = amphal.get_backend("cpu")
+    blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
+    saturating = dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: _WithMore)
+    with _registry.overridden(saturating), warnings.catch_warnings():
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        plan = amphal.detect("cpu", precision="fp16")
+        scaler = amphal.GradScaler(plan)
+        scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict())
+        assert scaler.get_scale() == 512.0
+        twin = amphal.GradScaler(plan)
+        twin.load_state_dict(scaler.state_dict())
+        assert twin.get_scale() == 512.0
+
+
+class _Off(torch.amp.GradScaler):
+    """A vendor's scaler that finds its device missing, says nothing and does nothing."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "enabled": False})
+
+
+def test_a_vendors_scaler_that_switches_itself_off_is_an_error() -> None:
+    """Nothing trains unscaled because a vendor's scaler thought that its device was missing."""
+    cpu = amphal.get_backend("cpu")
+    blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
+    saturating = dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: _Off)
+    with _registry.overridden(saturating), warnings.catch_warnings():
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        with pytest.raises(amphal.BackendError, match="_Off switched itself off on cpu"):
+            amphal.GradScaler(amphal.detect("cpu", precision="fp16"))

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
 import torch
 
 from .. import _detect, _registry
+from .._ask import answering
 from .._backend import (
     LOW_PRECISION,
     Availability,
@@ -22,6 +24,7 @@ from .._backend import (
 )
 from .._compat import all_op_names
 from .._oplists import OpLists, base_name
+from .._opnames import is_defined, overloads, refusal
 from ..errors import DeviceNotAvailableError, UnknownDeviceError, UnsupportedPrecisionError
 from ._subject import (
     Subject,
@@ -29,6 +32,7 @@ from ._subject import (
     broken_vendor_imports,
     needs_device,
     torch_state,
+    unusual_state,
 )
 
 __all__ = ["RecordChecks"]
@@ -49,12 +53,25 @@ print(sorted(new - set(sys.stdlib_module_names)))
 """
 
 
+def _instead_of(op: str, subject: Subject) -> tuple[str, ...]:
+    """The overloads that torch has where it lacks this one; empty if another torch has it."""
+    if is_defined(op) or "imname" in op:  # overloads with dimension names went with torch 2.13
+        return ()
+    rows = _registry.registered_backends().values()
+    others = [r.backend for r in rows if r.backend and r.name != subject.device_type]
+    built_in = [b for b in others if b.device_type in ("cpu", "cuda", "mps", "xpu")]
+    if any(op in backend.op_lists(torch.bfloat16) for backend in built_in):
+        return ()
+    return overloads(base_name(op))
+
+
 class RecordChecks:
     """``available``, ``probe`` and the pure functions."""
 
     def test_available_never_raises(self, subject: Subject) -> None:
         """``available()`` answers with an Availability, also when vendor imports fail."""
-        answer = subject.backend.available()
+        with answering(subject.backend, "available"):
+            answer = subject.backend.available()
         assert isinstance(answer, Availability), (
             f"available() returned {answer!r}; it must return an amphal.Availability"
         )
@@ -64,6 +81,10 @@ class RecordChecks:
             f"available() returned {broken!r} where no vendor module can be imported"
         )
         assert answer or answer.reason.strip(), "a 'no' must carry its reason"
+        with unusual_state(subject.device_type) as changed:
+            again = subject.backend.available()
+        assert again == answer, f"available() gave two answers: {answer} and {again}"
+        assert not changed, f"available(), asked again, changed {', '.join(changed)}"
 
     def test_importing_it_imports_no_vendor_module(self, subject: Subject) -> None:
         """Loading the entry point in a fresh process imports only the plug-in's own package."""
@@ -90,7 +111,10 @@ class RecordChecks:
     @needs_device
     def test_probe_reads_facts(self, subject: Subject) -> None:
         """``probe()`` gives the same JSON-able record of the device twice, with a name."""
-        first, second = subject.backend.probe(None), subject.backend.probe(None)
+        first = subject.backend.probe(None)
+        with unusual_state(subject.device_type) as changed:
+            second = subject.backend.probe(None)
+        assert not changed, f"probe(), asked again, changed {', '.join(changed)}"
         assert isinstance(first, Hardware), f"probe() returned {first!r}, not an amphal.Hardware"
         assert first == second, f"probe() gave two answers: {first} and {second}"
         assert first.device_type == subject.device_type, (
@@ -103,10 +127,19 @@ class RecordChecks:
     def test_current_index_is_one_that_probe_knows(self, subject: Subject) -> None:
         """``current_index()`` is None or an index, and ``probe`` of an index says that index."""
         index = subject.backend.current_index()
-        assert index is None or type(index) is int, f"current_index() returned {index!r}"
+        right = index is None or (type(index) is int and index >= 0)
+        assert right, f"current_index() returned {index!r}, and not None or an index"
         at = index or 0
-        found = subject.backend.probe(at).index
-        assert found == at, f"probe({at}) must say index={at}, it says {found}"
+        found = subject.backend.probe(at)
+        assert found.index == at, f"probe({at}) must say index={at}, it says {found.index}"
+        current = subject.backend.probe(None)
+        assert replace(found, index=None) == replace(current, index=None), (
+            f"probe(None) is about the current device, {at}, and says {current}; "
+            f"probe({at}) says {found}"
+        )
+        if index is not None:
+            lies = subject.tensor(1).device.index
+            assert lies == index, f"current_index() says {index}; a tensor made now lies on {lies}"
 
     @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=_NAMES.get)
     def test_op_lists_are_pure(self, subject: Subject, dtype: torch.dtype) -> None:
@@ -114,9 +147,11 @@ class RecordChecks:
         before = torch_state(subject.device_type)
         first = subject.backend.op_lists(dtype)
         assert isinstance(first, OpLists), f"op_lists() returned {first!r}, not an amphal.OpLists"
-        with another_machine():
+        again = subject.backend.op_lists(dtype)  # what it imports at first use is imported now
+        with another_machine(subject.device_type) as asked:
             second = subject.backend.op_lists(dtype)
-        assert first == second, "op_lists() gave two answers to one question; it must be pure"
+        assert first == again == second, "op_lists() gave two answers; it must be pure"
+        assert not asked, f"op_lists() must be pure; it reached for {', '.join(asked)}"
         assert torch_state(subject.device_type) == before, "op_lists() changed torch's state"
 
     @pytest.mark.parametrize("function", ["dtypes", "scaler", "float32_matmul"])
@@ -126,11 +161,17 @@ class RecordChecks:
         ask = getattr(subject.backend, function)
         for hardware in subject.records:
             first = ask(hardware)
-            with another_machine():
+            again = ask(hardware)  # what it imports at first use is imported now
+            with another_machine(subject.device_type, another_torch=True) as asked:
                 second = ask(hardware)
-            assert first == second, (
-                f"{function}() gave two answers about {hardware.name!r}: {first} and {second}; "
+            other = second if first == again else again
+            assert first == other, (
+                f"{function}() gave two answers about {hardware.name!r}: {first} and {other}; "
                 "it must depend on the record alone"
+            )
+            assert not asked, (
+                f"{function}() must depend on the record alone; about {hardware.name!r} it "
+                f"reached for {', '.join(asked)}: let probe() ask, and the record keep the answer"
             )
         assert torch_state(subject.device_type) == before, f"{function}() changed torch's state"
 
@@ -156,7 +197,8 @@ class RecordChecks:
             )
             for dtype, answer in support.items():
                 assert isinstance(answer, DtypeSupport), f"dtypes() maps {dtype} to {answer!r}"
-                assert len(answer.why.split()) > 1, (
+                words = [word for word in answer.why.split() if any(map(str.isalpha, word))]
+                assert len(words) > 1, (
                     f"why must be a phrase that a person reads: {dtype} on {hardware.name!r} "
                     f"says {answer.why!r}"
                 )
@@ -180,8 +222,17 @@ class RecordChecks:
         names = [op for op, _ in lists]
         assert len(names) == len(set(names)), "an op is on two lists"
         known = {base_name(op) for op in all_op_names()}
-        unknown = [op for op in names if "::" not in op and f"aten::{base_name(op)}" not in known]
+        mine = [op for op in names if "::" not in op]
+        unknown = [op for op in mine if f"aten::{base_name(op)}" not in known]
         assert not unknown, f"torch {torch.__version__} has no ops {', '.join(unknown)}"
+        reasons = {op: refusal(op, policy) for op, policy in lists if is_defined(op)}
+        senseless = [f"{op}: {reason}" for op, reason in reasons.items() if reason]
+        assert not senseless, f"the policy makes no sense for {'; '.join(senseless)}"
+        wrong = {op: there for op in mine if (there := _instead_of(op, subject))}
+        assert not wrong, "; ".join(
+            f"torch has no overload {op!r}, so it would not be cast; it has {', '.join(there)}"
+            for op, there in wrong.items()
+        )
         assert not lists.unclassified, (
             f"the dispatcher casts these and the lists don't say how: {sorted(lists.unclassified)}"
         )
@@ -196,7 +247,10 @@ class RecordChecks:
         else:
             asked, reason = f"{subject.device_type}:97", "97"
         with pytest.raises((DeviceNotAvailableError, UnknownDeviceError)) as error:
-            _detect.detect(asked)
+            plan = _detect.detect(asked)
+            pytest.fail(
+                f"{asked!r} is not here, and detect() found {plan.hardware}: probe() must raise"
+            )
         for part in (asked, reason):
             assert part in str(error.value), f"the error must say {part!r}: {error.value}"
         assert torch_state(subject.device_type) == before, "the error left torch's state changed"

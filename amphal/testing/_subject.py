@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +30,7 @@ __all__ = [
     "needs_device",
     "precision_named",
     "torch_state",
+    "unusual_state",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -132,6 +137,9 @@ def torch_state(device_type: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "the CPU's random state": bytes(torch.get_rng_state().tolist()),
         "the autocast cache": torch.is_autocast_cache_enabled(),
+        "float32's matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the environment": dict(os.environ),
     }
     with contextlib.suppress(RuntimeError):  # a device type that this process doesn't know
         state["autocast"] = torch.is_autocast_enabled(device_type)
@@ -139,24 +147,121 @@ def torch_state(device_type: str) -> dict[str, Any]:
     return state
 
 
+# What another machine answers: (where, name, answer); a function answers with it.
+_OTHER: tuple[tuple[Any, str, Any], ...] = (
+    *((platform, name, "other") for name in ("machine", "processor", "system", "release")),
+    *((platform, name, "other") for name in ("node", "platform", "version")),
+    (platform, "mac_ver", ("99.0", ("", "", ""), "other")),
+    (platform, "uname", platform.uname()._replace(system="other", machine="other")),
+    (os, "uname", getattr(os, "uname_result", tuple)(("other",) * 5)),
+    (os, "cpu_count", 997),
+    (time, "time", 0.0),
+    (time, "strftime", "other"),
+    (sys, "platform", "other"),
+    (torch.version, "cuda", "other"),
+    (torch.version, "hip", "other"),
+)
+
+
 @contextlib.contextmanager
-def another_machine() -> Iterator[None]:
-    """What a function could read of this machine looks different: a pure one doesn't notice."""
-    environment, default = dict(os.environ), torch.get_default_dtype()
-    functions = ("machine", "processor", "system", "release", "node", "platform", "mac_ver")
-    real = {name: getattr(platform, name) for name in functions}
-    try:
+def another_machine(device_type: str, another_torch: bool = False) -> Iterator[list[str]]:
+    """What a function could read of this machine looks different: a pure one doesn't notice.
+
+    Gives the list of what it did all the same: it asked a file, a process or one of torch's modules
+    of devices, or it changed the state of the process.
+    ``another_torch``: torch's version looks different too, which is a fact of the record.
+    """
+    asked: list[str] = []
+    with unusual_state(device_type) as changed, contextlib.ExitStack() as undo:
+        undo.callback(os.environ.update, dict(os.environ))
+        undo.callback(os.environ.clear)
+        version = (torch, "__version__", type(torch.__version__)("99.0"))
+        answers = [*_OTHER, *[version] * another_torch, *_devices_of_torch(device_type, asked)]
+        for owner, name, answer in answers:
+            if hasattr(owner, name):
+                real = getattr(owner, name)
+                undo.callback(setattr, owner, name, real)
+                other = answer if callable(answer) or not callable(real) else _answering(answer)
+                setattr(owner, name, other)
         os.environ.clear()
-        for name in functions:
-            answer: Any = ("99.0", ("", "", ""), "other") if name == "mac_ver" else "other"
-            setattr(platform, name, lambda *_, answer=answer, **__: answer)
+        _listen()
+        _heard.lists.append(asked)
+        undo.callback(_heard.lists.pop)
+        yield asked
+        if os.environ:
+            asked.append(f"the environment, setting {', '.join(os.environ)}")
+    asked += [f"the state of the process, changing {name}" for name in changed]
+
+
+@contextlib.contextmanager
+def unusual_state(device_type: str) -> Iterator[list[str]]:
+    """A state of torch that nobody sets; the list has, at the end, what the block has changed.
+
+    Whoever sets the usual state, or the same one at each call, would not show in a usual one.
+    """
+    changed: list[str] = []
+    default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(997)
         torch.set_default_dtype(torch.float64)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        for name, function in real.items():
-            setattr(platform, name, function)
-        os.environ.update(environment)
+        torch.set_float32_matmul_precision("high")
+        before = torch_state(device_type)
+        try:
+            yield changed
+            after = torch_state(device_type)
+            changed += [name for name in before if before[name] != after.get(name)]
+        finally:
+            torch.set_default_dtype(default)
+            torch.set_float32_matmul_precision(precision)
+
+
+def _answering(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def _devices_of_torch(device_type: str, asked: list[str]) -> Iterator[tuple[Any, str, Any]]:
+    """The functions of torch that ask a device or its driver, each one noting that it was asked."""
+    names = {f"torch.{name}" for name in ("cpu", "cuda", "xpu", "mps", "accelerator", device_type)}
+    for where in sorted(names | {"torch.backends.cpu", "torch.backends.mps"}):
+        owner: Any = torch
+        for part in where.split(".")[1:]:
+            owner = getattr(owner, part, None)
+        for name, function in list(getattr(owner, "__dict__", {}).items()):
+            if isinstance(function, FunctionType) and not name.startswith("_"):
+                yield owner, name, _noting(f"{where}.{name}()", function, asked)
+
+
+def _noting(what: str, function: Callable[..., Any], asked: list[str]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        asked.append(what)
+        return function(*args, **kwargs)
+
+    return noting
+
+
+class _Heard(threading.local):
+    def __init__(self) -> None:
+        self.lists: list[list[str]] = []
+
+
+_heard = _Heard()
+_FROM_OUTSIDE = (
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.system",
+    "subprocess.Popen",
+    "ctypes.dlopen",
+)
+
+
+@functools.cache
+def _listen() -> None:
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        if event in _FROM_OUTSIDE and _heard.lists:
+            _heard.lists[-1].append(f"{event}({args[0]!r})" if args else event)
+
+    sys.addaudithook(hear)  # for good: Python takes none back
 
 
 class _NoVendor:

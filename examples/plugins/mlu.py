@@ -64,7 +64,10 @@ def op_lists(dtype: torch.dtype) -> OpLists:
 
 
 def scaler(hw: Hardware) -> ScalerSupport:
-    """No float64; the portable path of amphal's scaler needs none of the vendor's kernels."""
+    """No float64; the portable path of amphal's scaler needs none of the vendor's kernels.
+
+    That an overflow gives inf is assumed; the conformance suite checks it on a device.
+    """
     return ScalerSupport(
         native_kernels=False, fp64=False, detects_overflow=True, fused_optimizers=False
     )

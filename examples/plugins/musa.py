@@ -77,7 +77,10 @@ def op_lists(dtype: torch.dtype) -> OpLists:
 
 
 def scaler(hw: Hardware) -> ScalerSupport:
-    """The portable path of amphal's scaler, which needs no vendor kernel and no float64."""
+    """The portable path of amphal's scaler, which needs no vendor kernel and no float64.
+
+    That an overflow gives inf is assumed; the conformance suite checks it on a device.
+    """
     return ScalerSupport(
         native_kernels=False, fp64=False, detects_overflow=True, fused_optimizers=False
     )

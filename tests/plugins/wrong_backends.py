@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import os
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -193,6 +194,11 @@ class NeverSkips(torch.amp.GradScaler):
         """As if no gradient had overflowed."""
 
 
+class TellsNobody(torch.amp.GradScaler):
+    def _found_inf_per_device(self, optimizer: Any) -> Any:
+        return {}
+
+
 class Forgets(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes nothing up."""
@@ -207,5 +213,107 @@ class TestTheScalerNeverSkips(BackendConformance):
     backend = saturating(NeverSkips)
 
 
+class TestTheScalerTellsNobody(BackendConformance):
+    backend = saturating(TellsNobody)
+
+
 class TestTheScalerForgets(BackendConformance):
     backend = saturating(Forgets)
+
+
+def dtypes_saying(why: Any) -> Any:
+    def dtypes(hw: amphal.Hardware) -> Any:
+        return {**BOTH, torch.float16: DtypeSupport("emulated", False, f"it says {why()}")}
+
+    return dtypes
+
+
+def read_a_file() -> int:
+    with open(__file__, encoding="utf-8") as file:
+        return len(file.read())
+
+
+def set_a_variable() -> str:
+    os.environ["TOY_DEBUG"] = "1"
+    return "nothing"
+
+
+def set_the_precision() -> str:
+    torch.set_float32_matmul_precision("highest")
+    return "nothing"
+
+
+class TestDtypesReadAFile(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(read_a_file))
+
+
+class TestDtypesAskTorch(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(lambda: torch.backends.cpu.get_cpu_capability()))
+
+
+class TestDtypesAskCuda(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(lambda: torch.cuda.is_available()))
+
+
+class TestDtypesReadTorchsVersion(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(lambda: torch.__version__))
+
+
+class TestDtypesReadThePlatform(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(lambda: sys.platform))
+
+
+class TestDtypesCountCores(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(lambda: os.cpu_count()))
+
+
+class TestDtypesSetAVariable(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(set_a_variable))
+
+
+class TestDtypesSetThePrecision(BackendConformance):
+    backend = faulty(dtypes=dtypes_saying(set_the_precision))
+
+
+class TestAReasonIsNoWord(BackendConformance):
+    backend = faulty(
+        dtypes=lambda hw: {**BOTH, torch.float16: DtypeSupport("emulated", False, ". .")}
+    )
+
+
+def available_seeding() -> Availability:
+    torch.manual_seed(0)
+    return Availability(True)
+
+
+def probe_setting(index: int | None) -> amphal.Hardware:
+    torch.set_default_dtype(torch.float32)
+    return CPU.probe(index)
+
+
+class TestAvailableSeeds(BackendConformance):
+    backend = faulty(available=available_seeding)
+
+
+class TestProbeSetsTheDefaultDtype(BackendConformance):
+    backend = faulty(probe=probe_setting)
+
+
+def probe_by_index(index: int | None) -> amphal.Hardware:
+    return dataclasses.replace(CPU.probe(index), memory=None if index is None else 1)
+
+
+class TestProbeOfTheCurrentIsAnother(BackendConformance):
+    backend = faulty(probe=probe_by_index)
+
+
+class TestIndexIsNegative(BackendConformance):
+    backend = faulty(current_index=lambda: -1)
+
+
+class TestAnOverloadIsLeftOut(BackendConformance):
+    backend = faulty(op_lists=lists(lambda old: moved(old, "softmax", "fp32")))
+
+
+class TestAPolicyMakesNoSense(BackendConformance):
+    backend = faulty(op_lists=lists(lambda old: moved(old, "relu", "fp32_set_opt_dtype")))

@@ -1,4 +1,4 @@
-"""XLA devices, through torch_xla. Run on XLA's CPU client; TPU and others are from public facts.
+"""XLA devices, through torch_xla. Run on XLA's CPU client; TPU is from public facts.
 
 Facts: TPUs compute in bf16, and torch's TPU interface has no fp16 and no float64 (docs.pytorch.org
 xla amp, torch 2.13); the op lists are torch_xla 2.9's, read from its autocast kernels and observed.
@@ -82,7 +82,7 @@ def dtypes(hw: Hardware) -> Mapping[torch.dtype, DtypeSupport]:
         why = "XLA's CPU client is for tests: it is not faster in it than in fp32"
         bf16 = fp16 = DtypeSupport("emulated", False, why)
     else:
-        why = f"nothing is published of it for the client {hw.architecture or 'in use'}"
+        why = f"this plug-in has no facts about the client {hw.architecture or 'in use'}"
         bf16 = fp16 = DtypeSupport("emulated", False, why)
     return {torch.bfloat16: bf16, torch.float16: fp16}
 
