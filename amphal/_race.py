@@ -24,9 +24,10 @@ from ._race_rules import (
     Lane,
     hopeless,
     hopeless_warm,
+    revive,
     stop_slow,
 )
-from ._tune_step import compare, problem_of, see
+from ._tune_step import Seen, compare, problem_of, see
 from .errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Race", "Together", "alone"]
@@ -129,18 +130,9 @@ class Race:
 
     def _trial_step(self, lane: Lane) -> tuple[float, str, bool]:
         """The slowest rank's seconds, what is wrong on any rank, and whether a scaler skipped."""
-        seconds, problem, skips = 0.0, "", self.subject.skips(lane.name)
-        try:
-            with self.subject.within(lane.name):
-                seconds, result = self._timed(lane.name, 1)
-            seen = see(result)
-        except Exception as exc:
-            if isinstance(exc, _WRONG_ARGUMENTS) and not isinstance(exc, RuntimeError):
-                raise
-            # Its frames hold what may have filled the memory; the others need it.
-            traceback.clear_frames(exc.__traceback__)
-            lane.error, problem = exc, _said(exc)
-        else:
+        skips = self.subject.skips(lane.name)
+        seconds, seen, problem = self._attempt(lane, 1)
+        if not problem:
             problem = problem_of(seen)
             # What follows a skipped step is behind by one update, and no measure of precision.
             if not lane.behind:
@@ -152,6 +144,25 @@ class Race:
             _first(problem for _, problem, _ in answers),
             any(skipped for _, _, skipped in answers),
         )
+
+    def _attempt(
+        self, lane: Lane, repeats: int, *, warm_up: bool = False
+    ) -> tuple[float, Seen | None, str]:
+        """Seconds a step, the last result, and what was raised: one that fails is out, not all."""
+        try:
+            with self.subject.within(lane.name):
+                if warm_up:
+                    # Caches hold what the others left there, and lazy state may have to be made.
+                    self.subject.step(lane.name)
+                seconds, result = self._timed(lane.name, repeats)
+            return seconds, see(result), ""
+        except Exception as exc:
+            if isinstance(exc, _WRONG_ARGUMENTS) and not isinstance(exc, RuntimeError):
+                raise
+            # Its frames hold what may have filled the memory; the others need it.
+            traceback.clear_frames(exc.__traceback__)
+            lane.error = exc
+            return 0.0, None, _said(exc)
 
     def _timed(self, name: str, repeats: int) -> tuple[float, Any]:
         step, wait, clock = self.subject.step, self.subject.wait, self.clock
@@ -226,18 +237,18 @@ class Race:
                 self._since_reset, fresh = 0, True
             self._round(running, fresh)
             done, fresh = done + 1, False
-            if any(lane.running for lane in running) and done >= 2:
+            if not all(lane.running for lane in running) and revive(self.lanes):
+                # Whoever stopped early was compared with one that is out now.
+                done, fresh = 0, True
+            elif any(lane.running for lane in running) and done >= 2:
                 stop_slow(self.lanes, self._share())
 
     def _round(self, running: list[Lane], fresh: bool) -> None:
         took: dict[str, tuple[float, str]] = {}
         for lane in self._order.sample(running, len(running)):
-            with self.subject.within(lane.name):
-                if fresh or lane.repeats > 1:
-                    # Caches hold what the others left there, and lazy state may have to be made.
-                    self.subject.step(lane.name)
-                seconds, result = self._timed(lane.name, lane.repeats)
-            took[lane.name] = seconds, problem_of(see(result))
+            warm_up = fresh or lane.repeats > 1
+            seconds, seen, problem = self._attempt(lane, lane.repeats, warm_up=warm_up)
+            took[lane.name] = seconds, problem or problem_of(seen)
         answers = self.together(took)
         for lane in running:
             lane.samples.append(max(answer[lane.name][0] for answer in answers))

@@ -20,6 +20,7 @@ __all__ = [
     "hopeless",
     "hopeless_warm",
     "ratio_to",
+    "revive",
     "spread_of",
     "stop_slow",
     "winner",
@@ -127,3 +128,14 @@ def stop_slow(lanes: Sequence[Lane], share: float) -> None:
         many = len(ratios) >= MANY_ROUNDS and share >= LATE
         if min(ratios) > CLEARLY < shortest or (many and lower > SLOWER < shortest):
             lane.stopped = "clearly slower, so stopped early"
+
+
+def revive(lanes: Sequence[Lane]) -> bool:
+    """Let those that stopped early run again, all from no round at all; False if there are none."""
+    stopped = [lane for lane in lanes if lane.stopped and not lane.dropped]
+    for lane in stopped:
+        lane.stopped = ""
+    if stopped:
+        for lane in lanes:
+            lane.samples.clear()
+    return bool(stopped)

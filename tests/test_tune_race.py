@@ -237,6 +237,42 @@ def test_a_step_that_raises_drops_the_candidate() -> None:
     assert isinstance(failed.error, RuntimeError)
 
 
+@pytest.mark.parametrize("late", ["raises", "nan"])
+def test_one_that_fails_in_the_rounds_is_dropped_alone(late: str) -> None:
+    """Whoever stopped early because of it runs again, and may be chosen."""
+
+    def fails(world: World) -> float:
+        if world.now < 1.5:
+            return 1.0
+        if late == "raises":
+            raise ValueError("out of luck")
+        return math.nan
+
+    world = World({"slow": 0.02, "slower": 0.05, "fast": 0.01, "near": 0.01})
+    world.results.update({"fast": fails, "near": fails})
+    lanes = race(world, budget=3.0)
+    assert lane(lanes, "fast").dropped == (
+        "ValueError: out of luck" if late == "raises" else "its loss is nan"
+    )
+    chosen = winner(lanes, preferred="fast")
+    assert chosen.name == "slow"
+    assert len(chosen.samples) >= 3
+
+
+def test_an_interrupt_in_the_rounds_goes_on() -> None:
+    """Ctrl-C is no fault of a candidate."""
+
+    def interrupted(world: World) -> float:
+        if world.calls["a"] > 10:
+            raise KeyboardInterrupt
+        return 1.0
+
+    world = World({"a": 0.01, "b": 0.01})
+    world.results["a"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        race(world)
+
+
 def test_a_failed_step_frees_what_it_held() -> None:
     """After running out of memory the next candidate needs what the frames of the error hold."""
     import weakref
