@@ -393,3 +393,16 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         return
     if translator is not None:  # nor here, in torch 2.9 and before
         translator.output.add_cleanup_hook(callback)
+
+
+def frames_compiled() -> int:
+    """How many frames Dynamo has compiled; a step in which this grows says nothing of its speed.
+
+    Private because torch has no public count. Read on 2.13; without it every step counts as one
+    that compiled nothing.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    try:
+        return int(utils.counters["frames"]["total"])  # type: ignore[union-attr]
+    except (AttributeError, KeyError, TypeError):
+        return 0

@@ -54,6 +54,8 @@ class Subject(Protocol):
 
     def skips(self, name: str) -> int: ...
 
+    def compiled(self) -> int: ...
+
     def within(self, name: str) -> AbstractContextManager[Any]: ...
 
 
@@ -100,7 +102,7 @@ class Race:
         self.subject.reset()
         restarts = 0
         while lane.tried < TRIAL_STEPS:
-            seconds, problem, skipped = self._trial_step(lane)
+            seconds, problem, skipped, compiled = self._trial_step(lane)
             lane.tried += 1
             cold, costly = lane.cold is None, seconds > self.budget / 20
             if lane.cold is None:
@@ -108,7 +110,9 @@ class Race:
                 self._cold += seconds
             else:
                 lane.warm = min(lane.warm, seconds)
-            lane.dropped = problem or (self._why_hopeless(seconds) if cold else "")
+            # One that compiled may be fast from now on: the others' first may have been warm.
+            judged = cold and not compiled
+            lane.dropped = problem or (self._why_hopeless(seconds) if judged else "")
             if lane.dropped:
                 return
             if skipped and restarts < MOST_RESTARTS and not costly:
@@ -128,9 +132,9 @@ class Race:
             return ""
         return f"one step took {duration(first)}, {first / best:.0f} x the fastest's first"
 
-    def _trial_step(self, lane: Lane) -> tuple[float, str, bool]:
-        """The slowest rank's seconds, what is wrong on any rank, and whether a scaler skipped."""
-        skips = self.subject.skips(lane.name)
+    def _trial_step(self, lane: Lane) -> tuple[float, str, bool, bool]:
+        """The slowest rank's seconds, what is wrong, whether a scaler skipped or torch compiled."""
+        skips, compiled = self.subject.skips(lane.name), self.subject.compiled()
         seconds, seen, problem = self._attempt(lane, 1)
         if not problem:
             problem = problem_of(seen)
@@ -138,11 +142,13 @@ class Race:
             if not lane.behind:
                 lane.seen.append(seen)
         skipped = not problem and self.subject.skips(lane.name) > skips
-        answers = self.together((seconds, problem, skipped))
+        more = self.subject.compiled() > compiled
+        answers = self.together((seconds, problem, skipped, more))
         return (
-            max(seconds for seconds, _, _ in answers),
-            _first(problem for _, problem, _ in answers),
-            any(skipped for _, _, skipped in answers),
+            max(answer[0] for answer in answers),
+            _first(answer[1] for answer in answers),
+            any(answer[2] for answer in answers),
+            any(answer[3] for answer in answers),
         )
 
     def _attempt(

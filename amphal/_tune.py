@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import _candidates, _detect, _env, _matmul, _plan, _registry
+from . import _candidates, _compat, _detect, _env, _matmul, _plan, _registry
 from ._backend import Backend
 from ._measured import Measurement
 from ._names import DeviceLike, PrecisionLike
@@ -139,6 +139,9 @@ class _World:
 
     def skips(self, name: str) -> int:
         return self._step.skips(name)
+
+    def compiled(self) -> int:
+        return _compat.frames_compiled()
 
     def within(self, name: str) -> AbstractContextManager[None]:
         return self._plans[name].matmul()

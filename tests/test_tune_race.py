@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amphal._compat import frames_compiled
 from amphal._race import Race
 from amphal._race_rules import Lane, winner
 from amphal._tune_step import Seen, compare, see
@@ -28,7 +29,7 @@ class World:
         self.calls: Counter[str] = Counter()
         self.results: dict[str, Any] = {}
         self.skipped: Counter[str] = Counter()
-        self.since_reset = 0
+        self.since_reset = self.compilations = 0
         self.starts: list[tuple[str, int]] = []
 
     def clock(self) -> float:
@@ -50,6 +51,9 @@ class World:
 
     def skips(self, name: str) -> int:
         return self.skipped[name]
+
+    def compiled(self) -> int:
+        return self.compilations
 
     def within(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -119,6 +123,30 @@ def test_a_first_step_that_compiles_is_not_held_against_anybody() -> None:
     assert winner(lanes, "a").name == "b"
     assert lane(lanes, "a").samples == pytest.approx([0.2] * len(lane(lanes, "a").samples))
     assert 60 < world.now <= 60 + 5.0 + 2.0
+
+
+def test_one_that_compiles_is_not_held_against_one_that_had_compiled() -> None:
+    """Only its second step says whether it is hopeless; one that compiles nothing gets no second."""
+
+    def compiles(call: int) -> float:
+        world.compilations += call == 0
+        return 60.0 if call == 0 else 0.1
+
+    world = World({"warm": 0.2, "compiles": compiles})
+    assert winner(race(world), preferred="warm").name == "compiles"
+    world = World({"warm": 0.2, "slow": lambda call: 60.0})
+    assert winner(race(world), preferred="warm").name == "warm"
+    assert world.calls["slow"] == 1
+
+
+def test_compilations_are_counted() -> None:
+    """By a graph that Dynamo makes, and not by one that it has."""
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    before = frames_compiled()
+    function(torch.ones(2))
+    after = frames_compiled()
+    function(torch.ones(2))
+    assert before < after == frames_compiled()
 
 
 def test_the_clearly_slower_stop_early() -> None:
@@ -299,9 +327,9 @@ def test_ranks_go_by_the_slowest() -> None:
         match value:
             case dict():  # a round: bf16 is slow on the other rank
                 return [value, {n: (0.03 if n == "bf16" else 0.01, "") for n in value}]
-            case (float() as seconds, str(), bool()):
+            case (float() as seconds, str(), bool(), bool()):
                 other = "its loss is nan" if world.calls["fp16"] else ""
-                return [value, (seconds, other, False)]
+                return [value, (seconds, other, False, False)]
             case _:
                 return [value, value]
 
