@@ -126,7 +126,7 @@ def test_a_first_step_that_compiles_is_not_held_against_anybody() -> None:
 
 
 def test_one_that_compiles_is_not_held_against_one_that_had_compiled() -> None:
-    """Only its second step says whether it is hopeless; one that compiles nothing gets no second."""
+    """Only its second step says whether it is hopeless; who compiles nothing gets none."""
 
     def compiles(call: int) -> float:
         world.compilations += call == 0
