@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from . import _matmul
 from ._put_back import attributes_of, undo_attributes, undo_list, undo_mapping, undo_set
 from .errors import ArgumentError, ArgumentTypeError
 
@@ -85,6 +86,7 @@ class Snapshot:
         self, owners: Iterable[object], device: torch.device, plain: Iterable[object] = ()
     ) -> None:
         self._undo: list[Callable[[], object]] = []
+        self._settings: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # holds the objects too, so that an id stays theirs
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         with torch.no_grad():
@@ -99,6 +101,7 @@ class Snapshot:
         for value in plain:
             self._keep_plain(value)
         self._keep_generators(device)
+        self._keep_settings()
 
     def forget(self) -> None:
         """Let go of the copy: the traceback of an error may hold this object for long."""
@@ -118,6 +121,8 @@ class Snapshot:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+        for undo in self._settings:
+            undo()
 
     def has_optimizer(self) -> bool:
         """Whether an optimizer is among what was kept."""
@@ -234,6 +239,10 @@ class Snapshot:
         else:
             words = generator.get_state()
             self._undo.append(lambda: generator.set_state(words))
+
+    def _keep_settings(self) -> None:
+        grad = torch.is_grad_enabled()
+        self._settings += [lambda: torch.set_grad_enabled(grad), _matmul.keep()]
 
     def _keep_generators(self, device: torch.device) -> None:
         """Those that a program draws from without naming one."""
