@@ -246,7 +246,7 @@ class Race:
             if not all(lane.running for lane in running) and revive(self.lanes):
                 # Whoever stopped early was compared with one that is out now.
                 done, fresh = 0, True
-            elif any(lane.running for lane in running) and done >= 2:
+            elif any(lane.running for lane in running):
                 stop_slow(self.lanes, self._share())
 
     def _round(self, running: list[Lane], fresh: bool) -> None:

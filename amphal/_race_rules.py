@@ -34,7 +34,7 @@ LEAST_ROUNDS = 3
 EARLY, LATE = 0.1, 0.3
 """Parts of the budget; nobody is stopped before the first."""
 CLEARLY = 1.5
-"""Stopped after two rounds or more: slower than this multiple of the fastest in all of them."""
+"""Stopped after the least rounds or more: slower than this multiple of the fastest in all."""
 SLOWER = 1.05
 MANY_ROUNDS = 8
 """Stopped late and after many rounds: slower than that multiple in three quarters of them."""
@@ -121,7 +121,7 @@ def stop_slow(lanes: Sequence[Lane], share: float) -> None:
     base = fastest(running)
     for lane in running:
         ratios = ratio_to(base, lane)
-        if lane is base or len(ratios) < 2:
+        if lane is base or len(ratios) < LEAST_ROUNDS:
             continue
         shortest = min(lane.samples) / min(base.samples)
         lower = statistics.quantiles(ratios, n=4, method="inclusive")[0]

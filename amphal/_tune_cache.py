@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -132,4 +133,6 @@ def _row(row: Mapping[str, Any]) -> Measurement:
     for name, kinds in _TYPES.items():
         if not isinstance(row[name], kinds):
             raise ValueError(f"{name} is {row[name]!r}")
+    if row["seconds"] is not None and not 0 < row["seconds"] < math.inf:
+        raise ValueError(f"seconds is {row['seconds']!r}")
     return Measurement(**row)

@@ -535,6 +535,7 @@ def test_another_question_is_measured(
         lambda text: text.replace('"dropped": false', '"dropped": 3'),
         lambda text: "\x00\ufffd",
         lambda text: "[" * 100_000,
+        lambda text: text.replace('"seconds": ', '"seconds": -'),
         lambda text: text.replace('"chosen": "bf16"', '"chosen": "fp8"').replace(
             '"candidate": "bf16"', '"candidate": "fp8"'
         ),

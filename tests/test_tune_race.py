@@ -157,6 +157,12 @@ def test_the_clearly_slower_stop_early() -> None:
     assert len(lane(lanes, "bf16").samples) > 5 * len(lane(lanes, "fp16").samples)
 
 
+def test_two_disturbed_rounds_stop_nobody() -> None:
+    """Where steps are long, a fast candidate may be disturbed in both of its first rounds."""
+    disturbed = {"fast": lambda call: 0.5 if 3 <= call <= 5 else 0.1, "other": 0.2}
+    assert winner(race(World(disturbed)), preferred="other").name == "fast"
+
+
 def test_three_rounds_are_made_whatever_the_budget() -> None:
     """Two close candidates whose steps take longer than the budget are still compared."""
     world = World({"fp32": 2.0, "bf16": 1.9})
