@@ -110,7 +110,8 @@ def _print_bars(rows: Sequence[Measurement], chosen: str, title: str) -> None:
     block = "█" if _can_print("█", console.encoding) else "#"
     longest = max((ratio for _, _, ratio in _timed(rows)), default=1.0)
     for row in rows:
-        note = "; ".join(filter(None, ("chosen" * (row.candidate == chosen), row.note)))
+        stopped = "stopped early" if row.note else ""
+        note = "chosen" if row.candidate == chosen else "dropped" if row.dropped else stopped
         cells = ["", "", "", ""]
         for _, seconds, ratio in _timed([row]):
             bar = block * max(1, round(ratio / longest * _WIDTH))
@@ -118,6 +119,9 @@ def _print_bars(rows: Sequence[Measurement], chosen: str, title: str) -> None:
         style = "bold" if row.candidate == chosen else ""
         table.add_row(*(Text(cell, style) for cell in (row.candidate, *cells, note)))
     console.print(table)
+    for row in rows:
+        if row.dropped:  # a reason is too long for a column
+            console.print(Text(f"dropped {row.candidate}: {row.note}"))
 
 
 def _can_print(text: str, encoding: str) -> bool:
@@ -153,6 +157,8 @@ def _save_png(
     axes.bar_label(bars, labels, padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set_xlabel("time of a step, as a multiple of the fastest")
+    dropped = ", ".join(row.candidate for row in rows if row.dropped)
+    label = "time of a step, as a multiple of the fastest"
+    axes.set_xlabel(f"{label}; dropped: {dropped}" if dropped else label)
     axes.set_title(title, fontsize="medium")
     figure.savefig(path, dpi=150)

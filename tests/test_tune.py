@@ -605,6 +605,20 @@ def test_bars_of_text(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     assert "chosen" in line
 
 
+def test_why_one_was_dropped_stands_below_the_bars(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reason is a sentence, which a narrow column would break into many lines."""
+
+    def step(plan: amphal.Plan) -> float:
+        return clock.spend(plan) + (plan.dtype is torch.float16)
+
+    tune(step, chart="text")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.split()[:1] == ["fp16"]] == [["fp16", "dropped"]]
+    assert any(line.startswith("dropped fp16: its loss of step 1 is 1 off") for line in lines)
+
+
 def test_bars_where_blocks_cannot_be_printed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of ASCII the bars are of other signs."""
     out = io.BytesIO()
