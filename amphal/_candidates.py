@@ -92,6 +92,11 @@ def _named(item: Any, base: Plan, matmuls: Mapping[str, str], can_scale: bool) -
                 f"candidates: a plan for {item.device} cannot be compared on {base.device}; "
                 "candidates run on one device, which device= names"
             )
+        if item.hardware != base.hardware:
+            raise ArgumentError(
+                f"candidates: a plan for {item.hardware.name} cannot be measured on "
+                f"{base.hardware.name}; name its precision, {short_name(item.dtype)!r}, instead"
+            )
         return item
     if isinstance(item, torch.dtype):
         return _plan(base, named_precision(item, "candidates"), None, can_scale)

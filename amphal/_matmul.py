@@ -6,15 +6,17 @@ the block has to hold whole steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .errors import ArgumentError
 
-__all__ = ["PRECISIONS", "current", "matmul_precision"]
+__all__ = ["PRECISIONS", "current", "keep", "matmul_precision"]
 
 PRECISIONS = ("highest", "high", "medium")
 """What ``torch.set_float32_matmul_precision`` takes."""
@@ -38,20 +40,69 @@ def matmul_precision(precision: str | None) -> Iterator[None]:
     if precision is None:
         yield
         return
+    with _lock:
+        block = _start(precision)
+    try:
+        yield
+    finally:
+        with _lock:
+            _close(block)
+
+
+def keep() -> Callable[[], None]:
+    """Gives what puts the settings of now back, if they are others then."""
+    before, newer = current(), _newer_settings()
+
+    def undo() -> None:
+        if before is not None and current() != before:
+            torch.set_float32_matmul_precision(before)
+        for owner, value in newer:
+            if owner.fp32_precision != value:
+                owner.fp32_precision = value
+
+    return undo
+
+
+@dataclass(eq=False)
+class _Block:
+    """What was set before a block."""
+
+    before: str
+    newer: list[tuple[Any, str]]
+
+
+_lock = threading.Lock()
+_open: list[_Block] = []
+"""The blocks that are open in any thread, in the order of their starts."""
+
+
+def _start(precision: str) -> _Block:
     before = current()
     if before is None:
         raise ArgumentError(
             f"matmul_precision={precision!r} needs torch.set_float32_matmul_precision(), but this "
             "process uses torch.backends' fp32_precision, and torch refuses a mix. Use one of them"
         )
-    newer = _newer_settings()
+    block = _Block(before, _newer_settings())
     torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        for owner, value in newer:
-            owner.fp32_precision = value
+    _open.append(block)
+    return block
+
+
+def _close(block: _Block) -> None:
+    """Put back what was before it; where a later block is still open, that one does so in its turn.
+
+    Threads may leave blocks in another order than they entered them, and the setting is the
+    process's: what was there before all of them has to be there after all of them.
+    """
+    place = _open.index(block)
+    _open.remove(block)
+    if place < len(_open):
+        _open[place].before, _open[place].newer = block.before, block.newer
+        return
+    torch.set_float32_matmul_precision(block.before)
+    for owner, value in block.newer:
+        owner.fp32_precision = value
 
 
 def _newer_settings() -> list[tuple[Any, str]]:

@@ -24,9 +24,10 @@ from ._race_rules import (
     Lane,
     hopeless,
     hopeless_warm,
+    revive,
     stop_slow,
 )
-from ._tune_step import compare, problem_of, see
+from ._tune_step import Seen, compare, problem_of, see
 from .errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Race", "Together", "alone"]
@@ -52,6 +53,8 @@ class Subject(Protocol):
     def wait(self) -> None: ...
 
     def skips(self, name: str) -> int: ...
+
+    def compiled(self) -> int: ...
 
     def within(self, name: str) -> AbstractContextManager[Any]: ...
 
@@ -99,7 +102,7 @@ class Race:
         self.subject.reset()
         restarts = 0
         while lane.tried < TRIAL_STEPS:
-            seconds, problem, skipped = self._trial_step(lane)
+            seconds, problem, skipped, compiled = self._trial_step(lane)
             lane.tried += 1
             cold, costly = lane.cold is None, seconds > self.budget / 20
             if lane.cold is None:
@@ -107,7 +110,9 @@ class Race:
                 self._cold += seconds
             else:
                 lane.warm = min(lane.warm, seconds)
-            lane.dropped = problem or (self._why_hopeless(seconds) if cold else "")
+            # One that compiled may be fast from now on: the others' first may have been warm.
+            judged = cold and not compiled
+            lane.dropped = problem or (self._why_hopeless(seconds) if judged else "")
             if lane.dropped:
                 return
             if skipped and restarts < MOST_RESTARTS and not costly:
@@ -127,31 +132,43 @@ class Race:
             return ""
         return f"one step took {duration(first)}, {first / best:.0f} x the fastest's first"
 
-    def _trial_step(self, lane: Lane) -> tuple[float, str, bool]:
-        """The slowest rank's seconds, what is wrong on any rank, and whether a scaler skipped."""
-        seconds, problem, skips = 0.0, "", self.subject.skips(lane.name)
-        try:
-            with self.subject.within(lane.name):
-                seconds, result = self._timed(lane.name, 1)
-            seen = see(result)
-        except Exception as exc:
-            if isinstance(exc, _WRONG_ARGUMENTS) and not isinstance(exc, RuntimeError):
-                raise
-            # Its frames hold what may have filled the memory; the others need it.
-            traceback.clear_frames(exc.__traceback__)
-            lane.error, problem = exc, _said(exc)
-        else:
+    def _trial_step(self, lane: Lane) -> tuple[float, str, bool, bool]:
+        """The slowest rank's seconds, what is wrong, whether a scaler skipped or torch compiled."""
+        skips, compiled = self.subject.skips(lane.name), self.subject.compiled()
+        seconds, seen, problem = self._attempt(lane, 1)
+        if not problem:
             problem = problem_of(seen)
             # What follows a skipped step is behind by one update, and no measure of precision.
             if not lane.behind:
                 lane.seen.append(seen)
         skipped = not problem and self.subject.skips(lane.name) > skips
-        answers = self.together((seconds, problem, skipped))
+        more = self.subject.compiled() > compiled
+        answers = self.together((seconds, problem, skipped, more))
         return (
-            max(seconds for seconds, _, _ in answers),
-            _first(problem for _, problem, _ in answers),
-            any(skipped for _, _, skipped in answers),
+            max(answer[0] for answer in answers),
+            _first(answer[1] for answer in answers),
+            any(answer[2] for answer in answers),
+            any(answer[3] for answer in answers),
         )
+
+    def _attempt(
+        self, lane: Lane, repeats: int, *, warm_up: bool = False
+    ) -> tuple[float, Seen | None, str]:
+        """Seconds a step, the last result, and what was raised: one that fails is out, not all."""
+        try:
+            with self.subject.within(lane.name):
+                if warm_up:
+                    # Caches hold what the others left there, and lazy state may have to be made.
+                    self.subject.step(lane.name)
+                seconds, result = self._timed(lane.name, repeats)
+            return seconds, see(result), ""
+        except Exception as exc:
+            if isinstance(exc, _WRONG_ARGUMENTS) and not isinstance(exc, RuntimeError):
+                raise
+            # Its frames hold what may have filled the memory; the others need it.
+            traceback.clear_frames(exc.__traceback__)
+            lane.error = exc
+            return 0.0, None, _said(exc)
 
     def _timed(self, name: str, repeats: int) -> tuple[float, Any]:
         step, wait, clock = self.subject.step, self.subject.wait, self.clock
@@ -226,18 +243,18 @@ class Race:
                 self._since_reset, fresh = 0, True
             self._round(running, fresh)
             done, fresh = done + 1, False
-            if any(lane.running for lane in running) and done >= 2:
+            if not all(lane.running for lane in running) and revive(self.lanes):
+                # Whoever stopped early was compared with one that is out now.
+                done, fresh = 0, True
+            elif any(lane.running for lane in running):
                 stop_slow(self.lanes, self._share())
 
     def _round(self, running: list[Lane], fresh: bool) -> None:
         took: dict[str, tuple[float, str]] = {}
         for lane in self._order.sample(running, len(running)):
-            with self.subject.within(lane.name):
-                if fresh or lane.repeats > 1:
-                    # Caches hold what the others left there, and lazy state may have to be made.
-                    self.subject.step(lane.name)
-                seconds, result = self._timed(lane.name, lane.repeats)
-            took[lane.name] = seconds, problem_of(see(result))
+            warm_up = fresh or lane.repeats > 1
+            seconds, seen, problem = self._attempt(lane, lane.repeats, warm_up=warm_up)
+            took[lane.name] = seconds, problem or problem_of(seen)
         answers = self.together(took)
         for lane in running:
             lane.samples.append(max(answer[lane.name][0] for answer in answers))

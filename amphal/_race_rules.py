@@ -20,6 +20,7 @@ __all__ = [
     "hopeless",
     "hopeless_warm",
     "ratio_to",
+    "revive",
     "spread_of",
     "stop_slow",
     "winner",
@@ -33,7 +34,7 @@ LEAST_ROUNDS = 3
 EARLY, LATE = 0.1, 0.3
 """Parts of the budget; nobody is stopped before the first."""
 CLEARLY = 1.5
-"""Stopped after two rounds or more: slower than this multiple of the fastest in all of them."""
+"""Stopped after the least rounds or more: slower than this multiple of the fastest in all."""
 SLOWER = 1.05
 MANY_ROUNDS = 8
 """Stopped late and after many rounds: slower than that multiple in three quarters of them."""
@@ -120,10 +121,21 @@ def stop_slow(lanes: Sequence[Lane], share: float) -> None:
     base = fastest(running)
     for lane in running:
         ratios = ratio_to(base, lane)
-        if lane is base or len(ratios) < 2:
+        if lane is base or len(ratios) < LEAST_ROUNDS:
             continue
         shortest = min(lane.samples) / min(base.samples)
         lower = statistics.quantiles(ratios, n=4, method="inclusive")[0]
         many = len(ratios) >= MANY_ROUNDS and share >= LATE
         if min(ratios) > CLEARLY < shortest or (many and lower > SLOWER < shortest):
             lane.stopped = "clearly slower, so stopped early"
+
+
+def revive(lanes: Sequence[Lane]) -> bool:
+    """Let those that stopped early run again, all from no round at all; False if there are none."""
+    stopped = [lane for lane in lanes if lane.stopped and not lane.dropped]
+    for lane in stopped:
+        lane.stopped = ""
+    if stopped:
+        for lane in lanes:
+            lane.samples.clear()
+    return bool(stopped)

@@ -3,7 +3,8 @@
 What is torch's or amphal's own (modules, optimizers, schedulers, scalers) is walked through all its
 attributes, so that state which a step creates lazily is gone again afterwards. Anything else with
 ``state_dict`` and ``load_state_dict`` is asked for its state. The random number generators belong
-to every copy.
+to every copy. Plain objects and containers are put back where tensors lie in them: a cache of keys
+and values, or a dict of averages, is again what it was.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from . import _matmul
+from ._put_back import attributes_of, undo_attributes, undo_list, undo_mapping, undo_set
 from .errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Snapshot", "holds_state", "is_walked"]
+__all__ = [
+    "LONGEST",
+    "Snapshot",
+    "holds_state",
+    "is_librarys",
+    "is_plain",
+    "is_walked",
+]
 
 _TORCHS = (
     torch.nn.Module,
@@ -28,6 +38,15 @@ _TORCHS = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
 )
+
+LONGEST = 1000
+"""Longer containers are data."""
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_GROUPS = ("types", "argparse")
+"""Of the standard library's modules, those whose objects only group what a user puts there."""
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", str(__package__)}) - {
+    "__main__"
+}
 
 
 def is_walked(value: object) -> bool:
@@ -50,16 +69,24 @@ def holds_state(value: object) -> bool:
         return True
     if _is_numpys(value):
         return True
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
+    return _has_method(value, "state_dict") and _has_method(value, "load_state_dict")
+
+
+def _has_method(value: object, name: str) -> bool:
+    # Not by getattr(): the __getattr__ of a proxy may do or raise anything.
+    return callable(getattr(type(value), name, None)) or callable(
+        getattr(value, "__dict__", {}).get(name)
     )
 
 
 class Snapshot:
     """The state of some objects and of the generators, at the time of construction."""
 
-    def __init__(self, owners: Iterable[object], device: torch.device) -> None:
+    def __init__(
+        self, owners: Iterable[object], device: torch.device, plain: Iterable[object] = ()
+    ) -> None:
         self._undo: list[Callable[[], object]] = []
+        self._settings: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # holds the objects too, so that an id stays theirs
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         with torch.no_grad():
@@ -71,7 +98,16 @@ class Snapshot:
                         f"load_state_dict(), got {type(owner).__name__} ({owner!r})"
                     )
                 self._keep(owner)
+        for value in plain:
+            self._keep_plain(value)
         self._keep_generators(device)
+        self._keep_settings()
+
+    def forget(self) -> None:
+        """Let go of the copy: the traceback of an error may hold this object for long."""
+        self._undo.clear()
+        self._seen.clear()
+        self._gradients.clear()
 
     def restore(self) -> None:
         """Put everything back; also when it is interrupted, before the interrupt goes on."""
@@ -85,6 +121,8 @@ class Snapshot:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+        for undo in self._settings:
+            undo()
 
     def has_optimizer(self) -> bool:
         """Whether an optimizer is among what was kept."""
@@ -112,7 +150,7 @@ class Snapshot:
         elif isinstance(value, (list, deque)):
             self._keep_list(value)
         elif isinstance(value, set):
-            self._keep_set(value)
+            self._undo.append(undo_set(value))
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self._keep(item)
@@ -156,52 +194,37 @@ class Snapshot:
         self._undo.append(undo)
 
     def _keep_attributes(self, owner: Any) -> None:
-        found = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
-        attributes = getattr(owner, "__dict__", {})
-        before = dict(attributes)
-
-        def undo() -> None:
-            for name in attributes.keys() - before.keys():
-                del attributes[name]
-            attributes.update(before)
-            for name, value in found.items():
-                object.__setattr__(owner, name, value)
-
-        self._undo.append(undo)
-        for value in (*before.values(), *found.values()):
+        self._undo.append(undo_attributes(owner))
+        for value in attributes_of(owner).values():
             self._keep(value)
 
     def _keep_mapping(self, mapping: MutableMapping[Any, Any]) -> None:
-        items = list(mapping.items())
-
-        def undo() -> None:
-            mapping.clear()
-            for key, value in items:
-                mapping[key] = value
-
-        self._undo.append(undo)
-        for _, value in items:
+        self._undo.append(undo_mapping(mapping))
+        for value in list(mapping.values()):
             self._keep(value)
 
-    def _keep_set(self, values: set[Any]) -> None:
-        items = set(values)
-
-        def undo() -> None:
-            values.clear()
-            values.update(items)
-
-        self._undo.append(undo)
-
     def _keep_list(self, values: Any) -> None:
-        items = list(values)
+        self._undo.append(undo_list(values))
+        for item in list(values):
+            self._keep(item)
+
+    def _keep_plain(self, value: Any) -> None:
+        """Not its elements: the search for state has found them already."""
+        if isinstance(value, MutableMapping):
+            put_back = undo_mapping(value)
+        elif isinstance(value, (list, deque)):
+            put_back = undo_list(value)
+        elif isinstance(value, set):
+            put_back = undo_set(value)
+        else:
+            put_back = undo_attributes(value)
+        held = holds_tensors(value)
 
         def undo() -> None:
-            values.clear()
-            values.extend(items)
+            if held or holds_tensors(value):
+                put_back()
 
         self._undo.append(undo)
-        for item in items:
-            self._keep(item)
 
     def _keep_generator(self, generator: Any) -> None:
         if isinstance(generator, torch.Generator):
@@ -216,6 +239,10 @@ class Snapshot:
         else:
             words = generator.get_state()
             self._undo.append(lambda: generator.set_state(words))
+
+    def _keep_settings(self) -> None:
+        grad = torch.is_grad_enabled()
+        self._settings += [lambda: torch.set_grad_enabled(grad), _matmul.keep()]
 
     def _keep_generators(self, device: torch.device) -> None:
         """Those that a program draws from without naming one."""
@@ -238,6 +265,37 @@ class Snapshot:
             self._undo.append(lambda: numpy.random.set_state(words))
 
 
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is a container or an object that only groups others."""
+    if type(value) in _CONTAINERS:
+        return len(value) <= LONGEST  # type: ignore[arg-type]
+    if isinstance(value, (type, ModuleType, Mapping)) or holds_state(value):
+        return False
+    kind = type(value)
+    return kind.__module__ in _GROUPS or not is_librarys(kind.__module__)
+
+
+def holds_tensors(value: object, depth: int = 4) -> bool:
+    """Whether a tensor lies in a plain value, or in plain ones inside it."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0:
+        return False
+    inner: Iterable[object] = ()
+    if isinstance(value, tuple):
+        inner = value[:LONGEST]
+    elif isinstance(value, dict) and is_plain(value):
+        inner = list(value.values())
+    elif is_plain(value):
+        inner = list(value) if type(value) in _CONTAINERS else attributes_of(value).values()  # type: ignore[call-overload]
+    return any(holds_tensors(one, depth - 1) for one in inner)
+
+
+def is_librarys(module: str) -> bool:
+    """Whether objects of this module's types are not looked into."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if tensor.layout is not torch.strided:
         return (), ()
@@ -252,14 +310,6 @@ def _same_place(tensor: torch.Tensor, data: torch.Tensor) -> bool:
         return tensor.data_ptr() == data.data_ptr() and _layout(tensor) == _layout(data)
     except RuntimeError:  # no storage of its own: sparse, or a wrapper
         return True
-
-
-def _slots(owner: object) -> list[str]:
-    names: list[str] = []
-    for kind in type(owner).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _device_module(device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import _candidates, _detect, _env, _matmul, _plan, _registry
+from . import _candidates, _compat, _detect, _env, _matmul, _plan, _registry
 from ._backend import Backend
 from ._measured import Measurement
 from ._names import DeviceLike, PrecisionLike
@@ -27,7 +27,7 @@ from ._plan import Plan
 from ._race import Race
 from ._race_rules import Lane, fastest, ratio_to, spread_of, winner
 from ._snapshot import Snapshot
-from ._state_search import reachable_state
+from ._state_search import reachable
 from ._tune_arguments import Together, common, seconds, together_in, tolerance_of
 from ._tune_cache import Cache
 from ._tune_show import drawer, progress_bar
@@ -103,12 +103,12 @@ def tune(
     found = _recall(entry, together)
     source = "measured before, read from the cache" if found else ""
     if found is None:
-        owners = reachable_state(step) if state is None else _owners(state)
+        reached = reachable(step) if state is None else (_owners(state), [])
         with _one_at_a_time, progress_bar(progress) as tell:
             found = _measure(
                 own,
                 plans,
-                owners,
+                reached,
                 backend,
                 preferred,
                 together,
@@ -140,6 +140,9 @@ class _World:
     def skips(self, name: str) -> int:
         return self._step.skips(name)
 
+    def compiled(self) -> int:
+        return _compat.frames_compiled()
+
     def within(self, name: str) -> AbstractContextManager[None]:
         return self._plans[name].matmul()
 
@@ -153,21 +156,23 @@ class _World:
         return ArgumentError(
             f"step() takes no argument, so it runs inside the candidate's region as a whole, and "
             f"a backward pass or an optimizer's step does not belong there: {why}. Write "
-            "step(plan, scaler), with the forward pass inside plan.autocast()"
+            "step(plan, scaler), with the forward pass inside plan.autocast(); if it is inference, "
+            "name what it changes: state=[model]"
         )
 
 
 def _measure(
     step: Step,
     plans: dict[str, Plan],
-    owners: Iterable[object],
+    reached: tuple[Iterable[object], Iterable[object]],
     backend: Backend,
     preferred: str,
     together: Together,
     how: dict[str, Any],
 ) -> tuple[str, tuple[Measurement, ...]]:
     device = next(iter(plans.values())).device
-    snapshot = Snapshot(owners, device)
+    owners, plain = reached
+    snapshot = Snapshot(owners, device, plain)
     try:
         world = _World(step, plans, snapshot, backend)
         names = _candidates.by_precision(plans)
@@ -175,6 +180,7 @@ def _measure(
         lanes = race.run()
     finally:
         snapshot.restore()
+        snapshot.forget()
     if not any(lane.running for lane in lanes):
         reasons = "; ".join(f"{lane.name}: {lane.dropped}" for lane in lanes)
         error = next((lane.error for lane in lanes if lane.error is not None), None)

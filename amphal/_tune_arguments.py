@@ -18,7 +18,7 @@ def seconds(name: str, value: object) -> float:
         raise ArgumentTypeError(
             f"{name} must be a number of seconds, got {type(value).__name__} ({value!r})"
         )
-    if not 0 < float(value) < math.inf:
+    if not 0 < _float(value) < math.inf:
         raise ArgumentError(f"{name} must be more than 0 and finite, got {value!r}")
     return float(value)
 
@@ -31,9 +31,16 @@ def tolerance_of(value: object) -> float | None:
             f"rtol must be a number, or None to compare nothing, "
             f"got {type(value).__name__} ({value!r})"
         )
-    if not 0 <= float(value) < math.inf:
+    if not 0 <= _float(value) < math.inf:
         raise ArgumentError(f"rtol must be 0 or more and finite, got {value!r}")
     return float(value)
+
+
+def _float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def together_in(group: Any) -> Together:

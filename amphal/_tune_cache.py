@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -65,6 +66,7 @@ class Cache:
             raise ArgumentError("cache must be a name for this step, got an empty string")
         # As it will be read back: tuples become lists.
         self._key = json.loads(json.dumps({"format": _FORMAT, "name": name, **key}))
+        self._candidates = list(self._key.get("candidates", []))
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
         self._warned = False
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name)[:40]
@@ -90,10 +92,10 @@ class Cache:
                 raise ValueError("its key is another one")
             rows = tuple(_row(row) for row in entry["measured"])
             able = [row.candidate for row in rows if not row.dropped and row.seconds is not None]
-            if entry["chosen"] not in able:
+            if entry["chosen"] not in able or entry["chosen"] not in self._candidates:
                 raise ValueError("its choice is none of its candidates")
             return entry["chosen"], rows
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
             self._warn("is damaged, so this step is measured anew", exc)
             return None
 
@@ -131,4 +133,6 @@ def _row(row: Mapping[str, Any]) -> Measurement:
     for name, kinds in _TYPES.items():
         if not isinstance(row[name], kinds):
             raise ValueError(f"{name} is {row[name]!r}")
+    if row["seconds"] is not None and not 0 < row["seconds"] < math.inf:
+        raise ValueError(f"seconds is {row['seconds']!r}")
     return Measurement(**row)

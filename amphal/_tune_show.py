@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ._measured import Measurement, duration
-from .errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from ._warn import warn
+from .errors import AmphalWarning, ArgumentError, ArgumentTypeError, MissingExtraError
 
 __all__ = ["drawer", "progress_bar"]
 
 _WIDTH = 24
+_Draw = Callable[[Sequence[Measurement], str, str], None]
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def progress_bar(wanted: bool) -> Iterator[Callable[[float, str], None]]:
         yield lambda share, text: bar.update(task, completed=share, description=text)
 
 
-def drawer(chart: object) -> Callable[[Sequence[Measurement], str, str], None]:
+def drawer(chart: object) -> _Draw:
     """What draws rows, the chosen one's name and a title. Checked before anything is measured.
 
     Raises:
@@ -48,7 +50,7 @@ def drawer(chart: object) -> Callable[[Sequence[Measurement], str, str], None]:
     if chart is None:
         return lambda rows, chosen, title: None
     if chart == "text":
-        return _print_bars
+        return _forgiving(_print_bars, "chart='text' cannot be printed")
     if not isinstance(chart, (str, os.PathLike)):
         raise ArgumentTypeError(
             "chart must be 'text', the path of a .png file or None, "
@@ -63,8 +65,25 @@ def drawer(chart: object) -> Callable[[Sequence[Measurement], str, str], None]:
         raise ArgumentError(
             f"chart: there is no folder {str(path.parent)!r} to save {path.name} in"
         )
+    if path.is_dir():
+        raise ArgumentError(f"chart: {str(path)!r} is a folder; name a .png file")
     figure = _figure_class()
-    return lambda rows, chosen, title: _save_png(figure, path, rows, chosen, title)
+    return _forgiving(
+        lambda rows, chosen, title: _save_png(figure, path, rows, chosen, title),
+        f"chart={str(chart)!r} cannot be saved",
+    )
+
+
+def _forgiving(draw: _Draw, what: str) -> _Draw:
+    """A chart that fails costs a warning: what was measured is worth more."""
+
+    def drawn(rows: Sequence[Measurement], chosen: str, title: str) -> None:
+        try:
+            draw(rows, chosen, title)
+        except Exception as exc:
+            warn(f"amphal.tune(): {what} ({type(exc).__name__}: {exc})", AmphalWarning)
+
+    return drawn
 
 
 def _timed(rows: Sequence[Measurement]) -> list[tuple[Measurement, float, float]]:
@@ -87,16 +106,30 @@ def _print_bars(rows: Sequence[Measurement], chosen: str, title: str) -> None:
     for column in ("a step", "x", "rounds"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
+    console = Console()
+    block = "█" if _can_print("█", console.encoding) else "#"
     longest = max((ratio for _, _, ratio in _timed(rows)), default=1.0)
     for row in rows:
-        note = "; ".join(filter(None, ("chosen" * (row.candidate == chosen), row.note)))
+        stopped = "stopped early" if row.note else ""
+        note = "chosen" if row.candidate == chosen else "dropped" if row.dropped else stopped
         cells = ["", "", "", ""]
         for _, seconds, ratio in _timed([row]):
-            bar = "█" * max(1, round(ratio / longest * _WIDTH))
+            bar = block * max(1, round(ratio / longest * _WIDTH))
             cells = [bar, duration(seconds), f"{ratio:.2f}", str(row.rounds)]
         style = "bold" if row.candidate == chosen else ""
         table.add_row(*(Text(cell, style) for cell in (row.candidate, *cells, note)))
-    Console().print(table)
+    console.print(table)
+    for row in rows:
+        if row.dropped:  # a reason is too long for a column
+            console.print(Text(f"dropped {row.candidate}: {row.note}"))
+
+
+def _can_print(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _figure_class() -> Any:
@@ -124,6 +157,8 @@ def _save_png(
     axes.bar_label(bars, labels, padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set_xlabel("time of a step, as a multiple of the fastest")
+    dropped = ", ".join(row.candidate for row in rows if row.dropped)
+    label = "time of a step, as a multiple of the fastest"
+    axes.set_xlabel(f"{label}; dropped: {dropped}" if dropped else label)
     axes.set_title(title, fontsize="medium")
     figure.savefig(path, dpi=150)

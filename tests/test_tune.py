@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 import amphal
-from amphal import _candidates, _tune
+from amphal import _candidates, _tune, _tune_show
 from amphal._tune_cache import folder
 from amphal.testing import simulate
 
@@ -143,6 +145,34 @@ def test_matmul_sets_and_restores(xeon: None) -> None:
         assert torch.get_float32_matmul_precision() == before[0]
 
 
+def test_matmul_is_put_back_in_any_order() -> None:
+    """Blocks of threads overlap: when all are left, what was there before all of them is."""
+    plan = amphal.detect("cpu", precision="fp32")
+    high, medium = (replace(plan, matmul_precision=p).matmul() for p in ("high", "medium"))
+    high.__enter__()
+    medium.__enter__()
+    high.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == "medium"
+    medium.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(KeyError), replace(plan, matmul_precision="high").matmul():
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_settings_are_put_back() -> None:
+    """A step that sets the process's matmul precision or grad mode leaves neither behind."""
+
+    def step(plan: amphal.Plan) -> float:
+        torch.set_float32_matmul_precision("high")
+        torch.set_grad_enabled(False)
+        return 1.0
+
+    amphal.tune(step, candidates=["fp32"], budget_s=0.01)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.is_grad_enabled()
+
+
 def test_matmul_refuses_a_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's newer setting is in use, the older one is refused, and what to do is said."""
 
@@ -230,6 +260,13 @@ def test_a_plan_for_another_device_is_no_candidate() -> None:
         tune(lambda plan: None, candidates=[other])
 
 
+def test_a_plan_for_other_hardware_is_no_candidate() -> None:
+    """A description of another CPU has the same device, and is not what is measured."""
+    other = amphal.detect(XEON)
+    with pytest.raises(amphal.ArgumentError, match="a plan for a Xeon cannot be measured on"):
+        tune(lambda plan: None, candidates=[other])
+
+
 # Arguments and errors.
 
 
@@ -237,6 +274,7 @@ def test_a_plan_for_another_device_is_no_candidate() -> None:
     ("how", "error", "said"),
     [
         ({"budget_s": 0}, amphal.ArgumentError, "budget_s must be more than 0"),
+        ({"budget_s": 10**400}, amphal.ArgumentError, "more than 0 and finite"),
         ({"budget_s": float("nan")}, amphal.ArgumentError, "budget_s must be more than 0"),
         ({"budget_s": "10"}, amphal.ArgumentTypeError, "budget_s must be a number of seconds"),
         ({"rtol": -1}, amphal.ArgumentError, "rtol must be 0 or more"),
@@ -496,6 +534,11 @@ def test_another_question_is_measured(
         lambda text: text.replace('"rounds"', '"circles"'),
         lambda text: text.replace('"dropped": false', '"dropped": 3'),
         lambda text: "\x00\ufffd",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"seconds": ', '"seconds": -'),
+        lambda text: text.replace('"chosen": "bf16"', '"chosen": "fp8"').replace(
+            '"candidate": "bf16"', '"candidate": "fp8"'
+        ),
     ],
 )
 def test_a_damaged_entry_costs_a_warning(clock: Clock, spoil: Callable[[str], str]) -> None:
@@ -560,6 +603,49 @@ def test_bars_of_text(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in lines if "bf16" in line and "█" in line)
     assert "10 ms" in line
     assert "chosen" in line
+
+
+def test_why_one_was_dropped_stands_below_the_bars(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reason is a sentence, which a narrow column would break into many lines."""
+
+    def step(plan: amphal.Plan) -> float:
+        return clock.spend(plan) + (plan.dtype is torch.float16)
+
+    tune(step, chart="text")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.split()[:1] == ["fp16"]] == [["fp16", "dropped"]]
+    assert any(line.startswith("dropped fp16: its loss of step 1 is 1 off") for line in lines)
+
+
+def test_bars_where_blocks_cannot_be_printed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal of ASCII the bars are of other signs."""
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    tune(clock.spend, chart="text")
+    assert b"###" in out.getvalue()
+
+
+@pytest.mark.parametrize("chart", ["text", "a.png"])
+def test_a_chart_that_fails_costs_a_warning(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chart: str
+) -> None:
+    """What was measured is worth more: the plan is returned all the same."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    monkeypatch.setattr(_tune_show, "_save_png", lambda *given: closed.write(""))
+    with pytest.warns(amphal.AmphalWarning, match=r"chart='.*' cannot be"):
+        plan = tune(clock.spend, chart=chart if chart == "text" else tmp_path / chart)
+    assert plan.dtype is torch.bfloat16
+
+
+def test_a_png_is_no_folder(clock: Clock, tmp_path: Path) -> None:
+    """Found before anything is measured."""
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(amphal.ArgumentError, match="is a folder"):
+        tune(clock.spend, chart=tmp_path / "a.png")
 
 
 def test_a_png(clock: Clock, tmp_path: Path) -> None:

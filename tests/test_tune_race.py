@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amphal._compat import frames_compiled
 from amphal._race import Race
 from amphal._race_rules import Lane, winner
 from amphal._tune_step import Seen, compare, see
@@ -28,7 +29,7 @@ class World:
         self.calls: Counter[str] = Counter()
         self.results: dict[str, Any] = {}
         self.skipped: Counter[str] = Counter()
-        self.since_reset = 0
+        self.since_reset = self.compilations = 0
         self.starts: list[tuple[str, int]] = []
 
     def clock(self) -> float:
@@ -50,6 +51,9 @@ class World:
 
     def skips(self, name: str) -> int:
         return self.skipped[name]
+
+    def compiled(self) -> int:
+        return self.compilations
 
     def within(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -121,12 +125,42 @@ def test_a_first_step_that_compiles_is_not_held_against_anybody() -> None:
     assert 60 < world.now <= 60 + 5.0 + 2.0
 
 
+def test_one_that_compiles_is_not_held_against_one_that_had_compiled() -> None:
+    """Only its second step says whether it is hopeless; who compiles nothing gets none."""
+
+    def compiles(call: int) -> float:
+        world.compilations += call == 0
+        return 60.0 if call == 0 else 0.1
+
+    world = World({"warm": 0.2, "compiles": compiles})
+    assert winner(race(world), preferred="warm").name == "compiles"
+    world = World({"warm": 0.2, "slow": lambda call: 60.0})
+    assert winner(race(world), preferred="warm").name == "warm"
+    assert world.calls["slow"] == 1
+
+
+def test_compilations_are_counted() -> None:
+    """By a graph that Dynamo makes, and not by one that it has."""
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    before = frames_compiled()
+    function(torch.ones(2))
+    after = frames_compiled()
+    function(torch.ones(2))
+    assert before < after == frames_compiled()
+
+
 def test_the_clearly_slower_stop_early() -> None:
     """1.5 x slower stops early, so that the close ones get the rounds."""
     world = World({"fp32": 0.010, "bf16": 0.0103, "fp16": 0.030})
     lanes = race(world)
     assert lane(lanes, "fp16").stopped
     assert len(lane(lanes, "bf16").samples) > 5 * len(lane(lanes, "fp16").samples)
+
+
+def test_two_disturbed_rounds_stop_nobody() -> None:
+    """Where steps are long, a fast candidate may be disturbed in both of its first rounds."""
+    disturbed = {"fast": lambda call: 0.5 if 3 <= call <= 5 else 0.1, "other": 0.2}
+    assert winner(race(World(disturbed)), preferred="other").name == "fast"
 
 
 def test_three_rounds_are_made_whatever_the_budget() -> None:
@@ -237,6 +271,42 @@ def test_a_step_that_raises_drops_the_candidate() -> None:
     assert isinstance(failed.error, RuntimeError)
 
 
+@pytest.mark.parametrize("late", ["raises", "nan"])
+def test_one_that_fails_in_the_rounds_is_dropped_alone(late: str) -> None:
+    """Whoever stopped early because of it runs again, and may be chosen."""
+
+    def fails(world: World) -> float:
+        if world.now < 1.5:
+            return 1.0
+        if late == "raises":
+            raise ValueError("out of luck")
+        return math.nan
+
+    world = World({"slow": 0.02, "slower": 0.05, "fast": 0.01, "near": 0.01})
+    world.results.update({"fast": fails, "near": fails})
+    lanes = race(world, budget=3.0)
+    assert lane(lanes, "fast").dropped == (
+        "ValueError: out of luck" if late == "raises" else "its loss is nan"
+    )
+    chosen = winner(lanes, preferred="fast")
+    assert chosen.name == "slow"
+    assert len(chosen.samples) >= 3
+
+
+def test_an_interrupt_in_the_rounds_goes_on() -> None:
+    """Ctrl-C is no fault of a candidate."""
+
+    def interrupted(world: World) -> float:
+        if world.calls["a"] > 10:
+            raise KeyboardInterrupt
+        return 1.0
+
+    world = World({"a": 0.01, "b": 0.01})
+    world.results["a"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        race(world)
+
+
 def test_a_failed_step_frees_what_it_held() -> None:
     """After running out of memory the next candidate needs what the frames of the error hold."""
     import weakref
@@ -263,9 +333,9 @@ def test_ranks_go_by_the_slowest() -> None:
         match value:
             case dict():  # a round: bf16 is slow on the other rank
                 return [value, {n: (0.03 if n == "bf16" else 0.01, "") for n in value}]
-            case (float() as seconds, str(), bool()):
+            case (float() as seconds, str(), bool(), bool()):
                 other = "its loss is nan" if world.calls["fp16"] else ""
-                return [value, (seconds, other, False)]
+                return [value, (seconds, other, False, False)]
             case _:
                 return [value, value]
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import amphal
+from amphal import _tune
 from amphal._snapshot import Snapshot
-from amphal._state_search import reachable_state
+from amphal._state_search import reachable, reachable_state
 
 CPU = torch.device("cpu")
 
@@ -292,3 +297,145 @@ def test_long_containers_are_data() -> None:
     """A list of a million samples is not copied."""
     data = [torch.ones(1)] * 1001
     assert found(lambda plan: data[0]) == []
+
+
+class Settings:
+    """A class that is used as a namespace."""
+
+    model = nn.Linear(4, 4)
+
+
+class Trainer:
+    """An object whose own state is not all that it changes."""
+
+    def __init__(self) -> None:
+        self.model, self.epoch = nn.Linear(5, 5), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Indirect:
+    """What it reaches, it reaches by methods of other kinds."""
+
+    @staticmethod
+    def by_static(plan: Any) -> Any:
+        return GLOBAL_MODEL(plan)
+
+    @property
+    def library(self) -> Any:
+        return LIBRARY.model
+
+    def step(self, plan: Any) -> Any:
+        return self.by_static(self.library(plan))
+
+
+class Slotted:
+    """No ``__dict__``."""
+
+    __slots__ = ("model",)
+
+
+def test_namespaces_are_searched() -> None:
+    """Classes, SimpleNamespace and argparse's: notebooks keep their models there."""
+    space, options = SimpleNamespace(model=nn.Linear(1, 1)), argparse.Namespace(model=GLOBAL_MODEL)
+    slotted = Slotted()
+    slotted.model = nn.Linear(1, 2)
+    assert found(lambda plan: Settings.model(plan)) == [Settings.model]
+    assert found(lambda plan: space.model(plan)) == [space.model]
+    assert found(lambda plan: options.model(plan)) == [GLOBAL_MODEL]
+    assert found(lambda plan: slotted.model(plan)) == [slotted.model]
+
+
+def test_all_kinds_of_methods_are_searched() -> None:
+    """Static methods, properties, and a cached function."""
+    assert {id(one) for one in found(Indirect().step)} == {id(GLOBAL_MODEL), id(LIBRARY.model)}
+    cached = functools.lru_cache(by_global)
+    assert found(lambda plan: cached(plan)) == [GLOBAL_MODEL]
+
+
+def test_a_state_of_ones_own_need_not_be_all() -> None:
+    """An object whose state_dict() has only an epoch is searched for its model too."""
+    trainer = Trainer()
+    assert found(lambda plan: trainer.model(plan)) == [trainer, trainer.model]
+
+
+def test_a_loaders_generator_is_found() -> None:
+    """It shuffles by it; its data are not copied."""
+    generator = torch.Generator()
+    data = TensorDataset(torch.ones(4, 1))
+    loader = DataLoader(data, shuffle=True, generator=generator)
+    assert found(lambda plan: next(iter(loader))) == [generator]
+
+
+def test_a_proxy_is_not_asked() -> None:
+    """An object that answers every attribute, or none, is no state."""
+
+    class Proxy:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("nothing to stand for")
+
+    proxy = Proxy()
+    assert found(lambda plan: proxy) == []
+
+
+class Cache:
+    """Keys and values, as inference keeps them."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.length = 0
+
+    def add(self, key: torch.Tensor) -> torch.Tensor:
+        self.keys = key if self.keys is None else torch.cat([self.keys, key])
+        self.length += 1
+        return self.keys
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+def test_what_groups_tensors_is_put_back(in_module: bool) -> None:
+    """A cache that grows, an average that is replaced, tensors that are appended; no counters."""
+    cache, average, kept, calls = Cache(), {"w": torch.zeros(2)}, [], [0]
+    model = nn.Linear(2, 2)
+    if in_module:
+        model.cache = cache
+    old = average["w"]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        average["w"] = average["w"] * 0.9 + 0.1
+        kept.append(torch.ones(2))
+        return (model.cache if in_module else cache).add(torch.ones(1, 2))  # type: ignore[operator,union-attr]
+
+    snapshot = Snapshot(reachable(step)[0], CPU, reachable(step)[1])
+    for _ in range(3):
+        step()
+        snapshot.restore()
+    assert (cache.keys, cache.length, kept, calls) == (None, 0, [], [3])
+    assert average["w"] is old
+    assert old.tolist() == [0.0, 0.0]
+
+
+def test_the_copy_is_gone_afterwards() -> None:
+    """Also where the error that was raised, and with it the frames, is kept."""
+    model = nn.Linear(2, 2)
+    copies = []
+
+    def step(plan: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    class Kept(Snapshot):
+        def __init__(self, *given: Any) -> None:
+            super().__init__([model], *given[1:])
+            copies.append(weakref.ref(self._undo[0]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tune, "Snapshot", Kept)
+        with pytest.raises(amphal.TuneError) as kept:
+            amphal.tune(step, device="cpu", candidates=["fp32"])
+    gc.collect()
+    assert kept.value.__traceback__ is not None
+    assert [copy() for copy in copies] == [None]

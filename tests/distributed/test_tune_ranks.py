@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -22,9 +23,15 @@ class Clock:
         return self.now
 
 
-def tuned(costs: list[dict[str, float]], fails: dict[int, str], group: bool = True) -> Any:
+def tuned(
+    costs: list[dict[str, float]],
+    fails: dict[int, str],
+    group: bool = True,
+    raises_at: int | None = None,
+) -> Any:
     """This rank's choice and number of steps, each step with a collective; or the error."""
     rank, clock = dist.get_rank(), Clock()
+    calls: Counter[str] = Counter()
     real, _tune.time = _tune.time, clock  # type: ignore[assignment]
 
     def step(plan: amphal.Plan) -> float:
@@ -33,6 +40,11 @@ def tuned(costs: list[dict[str, float]], fails: dict[int, str], group: bool = Tr
         dist.all_reduce(value)
         clock.now += costs[rank][name]
         clock.steps += 1
+        calls[name] += 1
+        if fails.get(rank) == name and raises_at is not None:
+            if calls[name] == raises_at:
+                raise RuntimeError("a cable was pulled")
+            return float(value)
         return float("nan") if fails.get(rank) == name else float(value)
 
     try:
@@ -65,6 +77,14 @@ def test_what_fails_on_one_rank_fails_on_all(two_ranks: Ranks) -> None:
     answers = two_ranks(tuned, costs, {1: "bf16"})
     assert [chosen for chosen, _, _ in answers] == ["fp32", "fp32"]
     assert all(rows[1].note == "its loss is nan" for _, _, rows in answers)
+
+
+def test_who_raises_in_a_round_on_one_rank_is_dropped_on_all(two_ranks: Ranks) -> None:
+    """In the second round, after three trials and the first round's two steps; nobody waits."""
+    costs = [{"fp32": 0.02, "bf16": 0.01}] * 2
+    answers = two_ranks(tuned, costs, {1: "bf16"}, True, 6)
+    assert [chosen for chosen, _, _ in answers] == ["fp32", "fp32"]
+    assert [rows[1].note for _, _, rows in answers] == ["RuntimeError: a cable was pulled"] * 2
 
 
 def test_only_common_candidates_run(two_ranks: Ranks) -> None:
