@@ -63,7 +63,7 @@ def unfit(model: nn.Module, device_type: str, low: torch.dtype) -> dict[int, str
     """Why a frozen parameter can't be stored in another dtype whatever reads it, by its ``id``."""
     weights = weights_of(model)
     holders: dict[int, set[int]] = {}
-    for tensor in (*(w.param for w in weights), *model.buffers()):
+    for tensor in (*(w.param for w in weights), *model.buffers(), *_attributes(model)):
         holders.setdefault(_address(tensor), set()).add(id(tensor))
     found = {}
     for weight in weights:
@@ -71,6 +71,14 @@ def unfit(model: nn.Module, device_type: str, low: torch.dtype) -> dict[int, str
         if reason is not None:
             found[id(weight.param)] = reason
     return found
+
+
+def _attributes(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a module has besides its parameters and buffers, such as views of them."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers"):
+                yield from _tensors(list(value.values()) if isinstance(value, dict) else value)
 
 
 def _unfit(
@@ -92,7 +100,7 @@ def _unfit(
     if param.numel() == 0:
         return "it is empty"
     if len(holders[_address(param)]) > 1:
-        return "it shares its storage with another parameter or buffer"
+        return "it shares its storage with another parameter, buffer or attribute"
     if any(isinstance(module, torch.jit.ScriptModule) for module, _ in weight.places):
         return "it belongs to a ScriptModule"
     return None
