@@ -113,21 +113,23 @@ class Job:
             self.verified = tuple(_mode_name(self.model, mode) for mode in modes)
 
     def _outcomes(self, trial: Trial, reads: Reads) -> dict[Mode, Outcome]:
-        """What the model gives in each mode that it runs in, first in the one that it is in."""
+        """What the model gives in each mode that it runs in."""
         kinds = ["no grad", "grad"]
         if torch.is_grad_enabled():
             kinds.reverse()
         if trial.differentiable:
             kinds.append("input grad")
-        found = {}
+        found: dict[Mode, Outcome] = {}
+        failures = []
         for mode in ((flip, kind) for flip in (False, True) for kind in kinds):
             try:
                 # Watched at the first run too: what a model computes once it may keep.
                 self._watch(trial, reads, mode)
                 found[mode] = trial.run(mode)
-            except Exception:  # such as a batch norm that can't train on one row
-                if not found:
-                    raise
+            except Exception as exc:  # such as a batch norm that can't train on one row
+                failures.append(exc)
+        if not found:
+            raise failures[0]
         return found
 
     def _watch(self, trial: Trial, reads: Reads, mode: Mode, region: bool = True) -> None:

@@ -153,6 +153,18 @@ def test_a_view_that_a_module_keeps_is_a_reason_to_stay() -> None:
         assert_same(run(model, X), [X.to(LOW)])
 
 
+def test_a_mode_that_does_not_run_is_left_out() -> None:
+    """Also the one that the model is in; only where none runs its error is raised."""
+    model = frozen(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train()
+    report = amphal.precast_(model, example_inputs=X[:1], plan=plan())
+    assert report.cast == ("0.weight", "0.bias")
+    assert set(report.verified) == {"eval, grad", "eval, no grad", "eval, input grad"}
+    with pytest.raises(RuntimeError, match="shapes"):
+        amphal.precast_(
+            frozen(nn.Sequential(nn.Linear(8, 8))), example_inputs=X[:, :3], plan=plan()
+        )
+
+
 def test_what_is_computed_once_is_watched() -> None:
     """A model that keeps a value which the first forward reads from the weight uncast."""
 
