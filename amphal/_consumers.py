@@ -190,24 +190,39 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Conversions(TorchFunctionMode):
     """Tells :class:`Reads` which casts are the model's own, such as ``weight.to(x.dtype)``.
 
-    Those may be others with other inputs. Below autocast they look like its own. With a function
-    mode on, torch's fused transformer kernels aren't taken, so it is not on in every run.
+    Those may be others with other inputs. Below autocast they look like its own, which are those
+    in a function of torch that is told no dtype and is no conversion; a cast in no such function is
+    one of compiled code. With a function mode on, torch's fused transformer kernels aren't taken,
+    so it is not on in every run.
     """
 
-    _NAMES = frozenset(["to", "type", "type_as", "bfloat16", "half", "float", "_to_copy"])
+    _NAMES = frozenset(
+        ["to", "type", "type_as", "bfloat16", "half", "float", "_to_copy"]
+        + ["tensor", "as_tensor", "asarray", "new_tensor"]
+    )
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()
         self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in self._NAMES:
-            return func(*args, **(kwargs or {}))
-        self._reads.converting = True
+        kwargs = kwargs or {}
+        told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+        before = self._reads.converting
+        self._reads.converting = told or getattr(func, "__name__", "") in self._NAMES
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         finally:
-            self._reads.converting = False
+            self._reads.converting = before
+
+    def __enter__(self) -> Conversions:
+        self._reads.converting = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._reads.converting = False
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -314,3 +314,37 @@ def test_a_part_of_a_precast_model() -> None:
     assert_same([*amphal.full_precision_state_dict(model[0]).values()], [*want.values()])
     amphal.restore_(model)
     assert amphal.restore_(model[0]) == ()
+
+
+CONVERSIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "as_tensor": lambda x, w: x * torch.as_tensor(w, dtype=x.dtype),
+    "new_tensor": lambda x, w: x * x.new_tensor(w),
+    "softmax": lambda x, w: x * w.softmax(-1, dtype=x.dtype),
+    "overload": lambda x, w: x * torch.ops.aten.to.dtype(w, x.dtype),
+    "script": lambda x, w: x * _scripted(x, w),
+}
+
+
+@torch.jit.script
+def _scripted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return w.to(x.dtype)
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_conversions_of_every_kind_are_the_models_own(name: str) -> None:
+    """To the dtype of the input: low in the example, and float32 afterwards."""
+
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return CONVERSIONS[name](x, self.weight)
+
+    model = frozen(Converts())
+    precast = copy.deepcopy(model)
+    report = amphal.precast_(precast, example_inputs=X.to(LOW), plan=plan())
+    assert "itself" in report.left["weight"]
+    assert_same(run(precast, X), run(model, X))
