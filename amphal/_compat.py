@@ -395,6 +395,14 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         translator.output.add_cleanup_hook(callback)
 
 
+@constant_in_graphs
+def under_vmap() -> bool:
+    """Whether the thread is in a ``torch.func.vmap``, under which autocast casts for fewer ops."""
+    functorch = _private("_functorch")
+    stack = functorch.get_interpreter_stack() if functorch.peek_interpreter_stack() else None
+    return any(i.key() == functorch.TransformType.Vmap for i in stack or ())
+
+
 def fused_paths_off() -> bool:
     """Whether ``torch.nn`` keeps its fused transformer kernels out of the region that is on now.
 

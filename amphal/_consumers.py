@@ -63,7 +63,7 @@ def unfit(model: nn.Module, device_type: str, low: torch.dtype) -> dict[int, str
     """Why a frozen parameter can't be stored in another dtype whatever reads it, by its ``id``."""
     weights = weights_of(model)
     holders: dict[int, set[int]] = {}
-    for tensor in (*(w.param for w in weights), *model.buffers()):
+    for tensor in (*(w.param for w in weights), *model.buffers(), *_attributes(model)):
         holders.setdefault(_address(tensor), set()).add(id(tensor))
     found = {}
     for weight in weights:
@@ -71,6 +71,14 @@ def unfit(model: nn.Module, device_type: str, low: torch.dtype) -> dict[int, str
         if reason is not None:
             found[id(weight.param)] = reason
     return found
+
+
+def _attributes(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a module has besides its parameters and buffers, such as views of them."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers"):
+                yield from _tensors(list(value.values()) if isinstance(value, dict) else value)
 
 
 def _unfit(
@@ -92,7 +100,7 @@ def _unfit(
     if param.numel() == 0:
         return "it is empty"
     if len(holders[_address(param)]) > 1:
-        return "it shares its storage with another parameter or buffer"
+        return "it shares its storage with another parameter, buffer or attribute"
     if any(isinstance(module, torch.jit.ScriptModule) for module, _ in weight.places):
         return "it belongs to a ScriptModule"
     return None
@@ -182,24 +190,39 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Conversions(TorchFunctionMode):
     """Tells :class:`Reads` which casts are the model's own, such as ``weight.to(x.dtype)``.
 
-    Those may be others with other inputs. Below autocast they look like its own. With a function
-    mode on, torch's fused transformer kernels aren't taken, so it is not on in every run.
+    Those may be others with other inputs. Below autocast they look like its own, which are those
+    in a function of torch that is told no dtype and is no conversion; a cast in no such function is
+    one of compiled code. With a function mode on, torch's fused transformer kernels aren't taken,
+    so it is not on in every run.
     """
 
-    _NAMES = frozenset(["to", "type", "type_as", "bfloat16", "half", "float", "_to_copy"])
+    _NAMES = frozenset(
+        ["to", "type", "type_as", "bfloat16", "half", "float", "_to_copy"]
+        + ["tensor", "as_tensor", "asarray", "new_tensor"]
+    )
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()
         self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in self._NAMES:
-            return func(*args, **(kwargs or {}))
-        self._reads.converting = True
+        kwargs = kwargs or {}
+        told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+        before = self._reads.converting
+        self._reads.converting = told or getattr(func, "__name__", "") in self._NAMES
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         finally:
-            self._reads.converting = False
+            self._reads.converting = before
+
+    def __enter__(self) -> Conversions:
+        self._reads.converting = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._reads.converting = False
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from ._consumers import weights_of
 from ._names import short_name
 from ._plan import Plan
 from ._precast_job import Job
-from ._precast_state import State, states_in
+from ._precast_state import State, originals, states_in, stored_in
 from .errors import ArgumentError, ArgumentTypeError, PrecastError
 
 __all__ = ["PrecastReport", "full_precision_state_dict", "precast_", "restore_"]
@@ -173,7 +173,8 @@ def restore_(
 
     Raises:
         StateDictError: original values are missing or not those of this model.
-        PrecastError: a stored parameter has a gradient. In both cases nothing was changed.
+        PrecastError: a stored parameter has a gradient, is no parameter any more, or was precast
+            with a larger model. Whatever is raised, nothing was changed.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"restore_() takes an nn.Module, got {type(model).__name__}")
@@ -182,19 +183,25 @@ def restore_(
             f"state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}"
         )
     found = [
-        (m, s, list(s.originals(_below(model, m, state_dict), rounded)))
+        (m, s, list(originals(s.stored.values(), _below(model, m, state_dict), rounded)))
         for m, s in states_in(model)
     ]
-    for stored in (s for _, _, originals in found for s, _ in originals):
+    known = {id(s) for _, _, values in found for s, _ in values}
+    for stored in stored_in(model):
+        if id(stored) not in known:
+            raise PrecastError(
+                f"{stored.name} was precast with another model, of which this is a part or a copy: "
+                "restore_ that one"
+            )
         if stored.param.grad is not None:
             raise PrecastError(
                 f"{stored.name} has a gradient of the stored precision: set .grad to None first"
             )
     names = []
     with torch.inference_mode(False), torch.no_grad():
-        for module, state, originals in found:
+        for module, state, values in found:
             prefix = _prefix(model, module)
-            for stored, value in originals:
+            for stored, value in values:
                 stored.put(value)
                 names.append(prefix + stored.name)
             state.detach(module)
@@ -212,9 +219,7 @@ def full_precision_state_dict(model: nn.Module) -> dict[str, Any]:
         raise ArgumentTypeError(f"it takes an nn.Module, got {type(model).__name__}")
     state_dict = model.state_dict()
     full = {
-        id(stored.param): value
-        for _, state in states_in(model)
-        for stored, value in state.originals(None, rounded=True)
+        id(stored.param): value for stored, value in originals(stored_in(model), None, rounded=True)
     }
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) in full and name in state_dict:

@@ -29,8 +29,20 @@ class Job:
         """The parameters that stay as they are, and why."""
         self.verified: tuple[str, ...] = ()
         """The modes in which outputs were compared."""
+        self._lowered: list[tuple[Weight, torch.Tensor]] = []
+        """What this call stored low, with the originals."""
 
     def run(self, weights: list[Weight], example: object) -> None:
+        try:
+            self._run(weights, example)
+        except BaseException:  # an interrupt too: without the originals there is no way back
+            self.undo(len(self._lowered))
+            raise
+        finally:
+            self._lowered.clear()
+            self.state.trying = False
+
+    def _run(self, weights: list[Weight], example: object) -> None:
         torch.clear_autocast_cache()  # a cast of what was trained up to now may be in it
         wanted = self._fit(weights)
         if example is None:
@@ -54,6 +66,9 @@ class Job:
         return self._without(weights, {w.name: reasons.get(id(w.param), "") for w in weights})
 
     def _known(self, weights: list[Weight]) -> list[Weight]:
+        foreign = _stock.foreign(self.model)
+        if foreign:
+            return self._without(weights, dict.fromkeys((w.name for w in weights), foreign))
         if policy_changes(self.state.device_type):
             reason = "a casting policy (ops=) is in force: give example_inputs"
             return self._without(weights, dict.fromkeys((w.name for w in weights), reason))
@@ -69,39 +84,57 @@ class Job:
 
     def _lower(self, weights: Iterable[Weight]) -> None:
         for weight in weights:
+            self._lowered.append((weight, weight.param.data))
             stored = Stored(weight, self.keep)
             stored.lower(self.state.low)
             self.state.stored[stored.name] = stored
 
+    def undo(self, count: int) -> None:
+        """Put the last parameters that were stored low back to what they were."""
+        for _ in range(count):
+            weight, data = self._lowered.pop()
+            weight.param.data = data
+            self.state.stored.pop(weight.name, None)
+        if self.state.stored:
+            self.state.attach(self.model)
+        else:
+            self.state.detach(self.model)
+
     def _try(self, trial: Trial, weights: list[Weight]) -> None:
-        before = self._outcomes(trial)
+        reads = Reads(weights, self.state.low, self._lowered_now())
+        before = self._outcomes(trial, reads)
         modes = list(before)
-        reads = self._watch(trial, weights, modes)
         wanted = self._without(weights, {w.name: reads.reason(w) or "" for w in weights})
+        wanted = self._fit(wanted)  # again: a forward may have kept a view of its weight
         if wanted:
+            self.state.trying = True
             self.state.region_inside = self._has_own_region(trial, wanted, before)
             _Search(self, trial, before).add(wanted)
             self.verified = tuple(_mode_name(self.model, mode) for mode in modes)
 
-    def _outcomes(self, trial: Trial) -> dict[Mode, Outcome]:
-        """What the model gives in each mode that it runs in, first in the one that it is in."""
-        grad = torch.is_grad_enabled()
-        found = {(False, grad): trial.run((False, grad))}
-        for mode in ((False, not grad), (True, grad), (True, not grad)):
+    def _outcomes(self, trial: Trial, reads: Reads) -> dict[Mode, Outcome]:
+        """What the model gives in each mode that it runs in."""
+        kinds = ["no grad", "grad"]
+        if torch.is_grad_enabled():
+            kinds.reverse()
+        if trial.differentiable:
+            kinds.append("input grad")
+        found: dict[Mode, Outcome] = {}
+        failures = []
+        for mode in ((flip, kind) for flip in (False, True) for kind in kinds):
             try:
+                # Watched at the first run too: what a model computes once it may keep.
+                self._watch(trial, reads, mode)
                 found[mode] = trial.run(mode)
-            except Exception:  # such as a batch norm that can't train on one row
-                continue
+            except Exception as exc:  # such as a batch norm that can't train on one row
+                failures.append(exc)
+        if not found:
+            raise failures[0]
         return found
 
-    def _watch(
-        self, trial: Trial, weights: list[Weight], modes: list[Mode], region: bool = True
-    ) -> Reads:
-        reads = Reads(weights, self.state.low, self._lowered_now())
-        for mode in modes:
-            trial.run(mode, reads, region=region)
-            trial.run(mode, Conversions(reads), reads, region=region)
-        return reads
+    def _watch(self, trial: Trial, reads: Reads, mode: Mode, region: bool = True) -> None:
+        trial.run(mode, Conversions(reads), reads, region=region)
+        trial.run(mode, reads, region=region)
 
     def _lowered_now(self) -> frozenset[str]:
         changes = dict(policy_changes(self.state.device_type))
@@ -117,7 +150,9 @@ class Job:
         try:
             if not all(trial.run(m, region=False).same(was) for m, was in before.items()):
                 return False
-            reads = self._watch(trial, weights, list(before), region=False)
+            reads = Reads(weights, self.state.low, self._lowered_now())
+            for mode in before:
+                self._watch(trial, reads, mode, region=False)
         except Exception:  # without a region it may not run at all
             return False
         return all(reads.reason(w) is None for w in weights)
@@ -138,7 +173,6 @@ class _Search:
             reason = f"not tried: {self.MOST} attempts to find what changes the outputs were made"
             job._without(weights, dict.fromkeys((w.name for w in weights), reason))
             return
-        originals = [(w, w.param.data) for w in weights]
         self.runs += 1
         try:
             job._lower(weights)
@@ -147,12 +181,9 @@ class _Search:
             reason = "the outputs change when it is stored low"
         except Exception as exc:
             alike, reason = False, f"the model raises when it is stored low: {_short(exc)}"
-        except BaseException:
-            self._back(originals)
-            raise
         if alike:
             return
-        self._back(originals)
+        job.undo(len(weights))
         if self.runs == 1 and not self._alike():
             raise PrecastError(
                 "the model gives other outputs at a second run with the same inputs and random "
@@ -168,16 +199,6 @@ class _Search:
     def _alike(self) -> bool:
         return all(self.trial.run(mode).same(was) for mode, was in self.before.items())
 
-    def _back(self, originals: list[tuple[Weight, torch.Tensor]]) -> None:
-        state = self.job.state
-        for weight, data in originals:
-            weight.param.data = data
-            state.stored.pop(weight.name, None)
-        if state.stored:
-            state.attach(self.job.model)
-        else:
-            state.detach(self.job.model)
-
 
 def _short(exc: Exception) -> str:
     text = f"{type(exc).__name__}: {exc}".splitlines()[0]
@@ -185,6 +206,5 @@ def _short(exc: Exception) -> str:
 
 
 def _mode_name(model: nn.Module, mode: Mode) -> str:
-    flip, grad = mode
-    training = model.training is not flip
-    return f"{'train' if training else 'eval'}, {'grad' if grad else 'no grad'}"
+    flip, kind = mode
+    return f"{'train' if model.training is not flip else 'eval'}, {kind}"

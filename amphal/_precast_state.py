@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,21 @@ from torch import nn
 from . import _compat
 from ._consumers import Weight
 from ._names import short_name
+from ._stock import FusedLayer, fused_layers
 from .errors import PrecastError, StateDictError
 
-__all__ = ["State", "Stored", "policy_changes", "same_bits", "states_in"]
+__all__ = [
+    "State",
+    "Stored",
+    "originals",
+    "policy_changes",
+    "same_bits",
+    "states_in",
+    "stored_in",
+]
 
 _ATTRIBUTE = "_amphal_precast"
+_HOLDS = "_amphal_stored"
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -34,7 +44,7 @@ class Stored:
 
     def __init__(self, weight: Weight, keep: bool) -> None:
         self.names, self.places = weight.names, weight.places
-        self.dtype = weight.param.dtype
+        self.dtype, self.low = weight.param.dtype, weight.param.dtype
         self.bytes_saved = 0
         self.kept: torch.Tensor | None = None
         """The exact original, in host memory."""
@@ -47,11 +57,17 @@ class Stored:
     @property
     def param(self) -> nn.Parameter:
         module, local = self.places[0]
-        return module._parameters[local]  # type: ignore[return-value]
+        param = module._parameters.get(local)
+        if param is None:
+            raise PrecastError(
+                f"{self.name} was precast and is no parameter of its module now: take off the "
+                "parametrization or pruning, or put the parameter back, and call restore_ again"
+            )
+        return param
 
     def lower(self, low: torch.dtype) -> None:
         data = self.param.data
-        cast = data.to(low)
+        self.low, cast = low, data.to(low)
         if self._keep:
             self.kept = data.cpu()
         self.bytes_saved = data.nbytes - cast.nbytes
@@ -79,8 +95,12 @@ class State:
         self.stored: dict[str, Stored] = {}
         self.region_inside = False
         """The model enters regions of its own, so that none is needed around it."""
+        self.vmap_inside = False
+        """The trial ran the model under ``torch.func.vmap``."""
+        self.trying = False
         self._handles: list[Any] = []
-        self._holders: list[nn.Module] = []
+        self._loads: list[tuple[nn.Module, _Load]] = []
+        self._fused: list[FusedLayer] = []
         self._watched: list[tuple[str, dict[str, Any], str]] = []
 
     def attach(self, model: nn.Module) -> None:
@@ -88,13 +108,21 @@ class State:
         if not self._handles:
             setattr(model, _ATTRIBUTE, self)
             self._handles.append(model.register_forward_pre_hook(self))
-        held = set(map(id, self._holders))
-        for module, _ in (place for s in self.stored.values() for place in s.places):
-            if id(module) not in held:
-                held.add(id(module))
-                self._holders.append(module)
-                add: Any = module.register_load_state_dict_pre_hook
-                self._handles.append(add(_Load(self)))
+        loads = {id(module): load for module, load in self._loads}
+        for load in loads.values():
+            load.stored.clear()
+        for stored in self.stored.values():
+            for module, local in stored.places:
+                if id(module) not in loads:
+                    loads[id(module)] = _Load()
+                    setattr(module, _HOLDS, loads[id(module)].stored)
+                    self._loads.append((module, loads[id(module)]))
+                    add: Any = module.register_load_state_dict_pre_hook
+                    self._handles.append(add(loads[id(module)]))
+                loads[id(module)].stored[local] = stored
+        self._fused = fused_layers(
+            model, {id(m): load.stored.keys() for m, load in self._loads if load.stored}
+        )
         self._watched = [
             (s.name, module._parameters, local)
             for s in self.stored.values()
@@ -105,16 +133,12 @@ class State:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._holders.clear()
+        for module, _ in self._loads:
+            vars(module).pop(_HOLDS, None)
+        self._loads.clear()
+        self._fused.clear()
         self._watched.clear()
-        delattr(model, _ATTRIBUTE)
-
-    def at(self, module: nn.Module, local: str) -> Stored | None:
-        """What is stored low at this place."""
-        for stored in self.stored.values():
-            if any(m is module and name == local for m, name in stored.places):
-                return stored
-        return None
+        vars(model).pop(_ATTRIBUTE, None)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Refuse to run where the outputs would silently be other ones."""
@@ -123,10 +147,25 @@ class State:
             on = torch.is_autocast_enabled(device)
             if not on or torch.get_autocast_dtype(device) is not self.low:
                 self._refuse_region(module, on)
-            if not _policy_fits(device, self.policy, self.lowered):
+        if not _policy_fits(device, self.policy, self.lowered):
+            raise PrecastError(
+                f"{type(module).__name__} was precast under another casting policy (ops=): "
+                f"precast_ it in the region that it runs in. {_BACK}"
+            )
+        if not self.vmap_inside and _compat.under_vmap():
+            if not self.trying:
                 raise PrecastError(
-                    f"{type(module).__name__} was precast under another casting policy (ops=): "
-                    f"precast_ it in the region that it runs in. {_BACK}"
+                    f"{type(module).__name__} was precast without torch.func.vmap around it, in "
+                    "which autocast casts less: precast_ it with example_inputs=lambda model: "
+                    f"vmap(model)(...). {_BACK}"
+                )
+            self.vmap_inside = True
+        for layer in self._fused:
+            why = layer.off()
+            if why:
+                raise PrecastError(
+                    f"{why} since {type(module).__name__} was precast, which takes that layer off "
+                    f"its fused kernel: precast_ it as it is now. {_BACK}"
                 )
         low, param = self.low, None
         for name, params, local in self._watched:
@@ -163,32 +202,6 @@ class State:
             f"{self.device_type!r}, dtype={short_name(self.low)!r}) around it. {_BACK}"
         )
 
-    def originals(self, given: Mapping[str, Any] | None, rounded: bool) -> Iterator[Any]:
-        """Each stored parameter with its original values; checks all, changes nothing."""
-        for stored in self.stored.values():
-            now = stored.param.data
-            source = stored.kept
-            if given is not None:
-                source = next((given[n] for n in stored.names if n in given), source)
-            if source is None and not rounded:
-                raise StateDictError(
-                    f"the original values of {stored.name} were not kept"
-                    f"{' and are not in the state dict' if given is not None else ''}: pass "
-                    "state_dict= with them, or rounded=True to go on with what is stored"
-                )
-            if source is not None:
-                fits = isinstance(source, torch.Tensor) and source.shape == now.shape
-                if fits and same_bits(source.to(device=now.device, dtype=self.low), now):
-                    yield stored, source.detach().to(stored.dtype)
-                    continue
-                if not rounded:
-                    raise StateDictError(
-                        f"{stored.name} is not the {short_name(self.low)} of these originals: it "
-                        "was changed since, or they are another model's. Pass rounded=True to "
-                        "go on with what is stored"
-                    )
-            yield stored, now.to(stored.dtype)
-
 
 _BACK = "amphal.restore_(model) undoes precast_"
 
@@ -196,22 +209,21 @@ _BACK = "amphal.restore_(model) undoes precast_"
 class _Load:
     """Before a module loads a state dict: keep the originals true, and the stored dtype."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    # It holds no more than its module needs: a copy of that module copies this too.
+    def __init__(self) -> None:
+        self.stored: dict[str, Stored] = {}
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any
     ) -> None:
-        state = self.state
-        for local, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            value = state_dict.get(prefix + local)
-            stored = state.at(module, local)
-            if stored is None or not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        for local, stored in self.stored.items():
+            param, value = module._parameters.get(local), state_dict.get(prefix + local)
+            if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
             if stored.kept is not None:
                 stored.kept = value.detach().to(stored.dtype, copy=True).cpu()
             if metadata.get("assign_to_params_buffers") and not value.is_meta:
-                state_dict[prefix + local] = value.detach().to(state.low)
+                state_dict[prefix + local] = value.detach().to(stored.low)
 
 
 Changes = tuple[tuple[str, str], ...]
@@ -240,3 +252,39 @@ def _policy_fits(device_type: str, then: Changes, lowered: tuple[str, ...]) -> b
 def states_in(model: nn.Module) -> list[tuple[nn.Module, State]]:
     """The records on a model and in it."""
     return [(m, vars(m)[_ATTRIBUTE]) for m in model.modules() if _ATTRIBUTE in vars(m)]
+
+
+def stored_in(model: nn.Module) -> list[Stored]:
+    """What the modules in it hold, also where the record is on a model that holds this one."""
+    found = {id(s): s for _, state in states_in(model) for s in state.stored.values()}
+    found |= {id(s): s for m in model.modules() for s in vars(m).get(_HOLDS, {}).values()}
+    return list(found.values())
+
+
+def originals(
+    those: Iterable[Stored], given: Mapping[str, Any] | None, rounded: bool
+) -> Iterator[Any]:
+    """Each stored parameter with its original values; checks all, changes nothing."""
+    for stored in those:
+        now = stored.param.data
+        source = stored.kept
+        if given is not None:
+            source = next((given[n] for n in stored.names if n in given), source)
+        if source is None and not rounded:
+            raise StateDictError(
+                f"the original values of {stored.name} were not kept"
+                f"{' and are not in the state dict' if given is not None else ''}: pass "
+                "state_dict= with them, or rounded=True to go on with what is stored"
+            )
+        if source is not None:
+            fits = isinstance(source, torch.Tensor) and source.shape == now.shape
+            if fits and same_bits(source.to(device=now.device, dtype=stored.low), now):
+                yield stored, source.detach().to(stored.dtype)
+                continue
+            if not rounded:
+                raise StateDictError(
+                    f"{stored.name} is not the {short_name(stored.low)} of these originals: it "
+                    "was changed since, or they are another model's. Pass rounded=True to "
+                    "go on with what is stored"
+                )
+        yield stored, now.to(stored.dtype)

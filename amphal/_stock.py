@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from . import _compat
 
-__all__ = ["FUSED_LAYER_CASTS", "dtype_picks_path", "unknown_consumer"]
+__all__ = [
+    "FUSED_LAYER_CASTS",
+    "FusedLayer",
+    "dtype_picks_path",
+    "fused_layers",
+    "unknown_consumer",
+]
 
 _ATTENTION = frozenset(["_native_multi_head_attention"])
 _FEED_FORWARD = frozenset(["_addmm_activation", "addmm"])
@@ -53,12 +62,46 @@ _CALLERS = frozenset(
 _ASK = "give example_inputs"
 
 
+def foreign(model: nn.Module) -> str:
+    """What in the model is not torch's own, and may hold a reference to any parameter; or ""."""
+    for module in model.modules():
+        name = type(module).__name__
+        if not type(module).__module__.startswith("torch."):
+            return f"{name} might read it as well: {_ASK}"
+        if not all(_is_ours(hook) for hook in _hooks(module)):
+            return f"a hook of {name} might read it as well: {_ASK}"
+        if not _is_ours(vars(module).get("forward")):
+            return f"a replaced forward of {name} might read it as well: {_ASK}"
+        activation = vars(module).get("activation", "")
+        if not isinstance(activation, str) and activation not in (F.relu, F.gelu):
+            return f"the activation function of {name} might read it as well: {_ASK}"
+    return ""
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        yield from hooks.values()
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a function, or an object that is called, is torch's or amphal's; None is."""
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return function is None or module.split(".")[0] in ("torch", "amphal")
+
+
 def unknown_consumer(model: nn.Module, names: tuple[str, ...], lowered: frozenset[str]) -> str:
     """Why it isn't known that only casts read this parameter; empty if it is.
 
     It is where torch's own modules hold it and lie, up to the model, in nothing but torch's own:
     code of anybody else might read ``self.linear.weight`` itself.
     """
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        return f"what calls the modules of this {type(model).__name__} might read it: {_ASK}"
     for name in names:
         path, _, local = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -85,8 +128,7 @@ def _above(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return "forward" in vars(module) or any(not hasattr(h, "amphal_guard") for h in hooks)
+    return "forward" in vars(module) or any(not hasattr(h, "amphal_guard") for h in _hooks(module))
 
 
 def dtype_picks_path(model: nn.Module) -> dict[int, str]:
@@ -139,3 +181,48 @@ def _always_fused(layer: nn.TransformerEncoderLayer) -> bool:
         and not any(p.requires_grad for p in layer.parameters())
         and not any(_is_changed(m) or m._forward_pre_hooks for m in layer.modules())
     )
+
+
+class FusedLayer:
+    """A layer whose packed weights are stored low because its own fused kernel takes them.
+
+    Off that kernel, its attention would look at their dtype to choose between two others.
+    """
+
+    def __init__(self, layer: nn.TransformerEncoderLayer, stored: Mapping[int, Collection[str]]):
+        self.layer = layer
+        inside = list(layer.modules())
+        self._hooks = tuple(h for m in inside for h in (m._forward_hooks, m._forward_pre_hooks))
+        # What is stored low may not train in any case.
+        self._others = tuple(
+            (m._parameters, local)
+            for m in inside
+            for local in m._parameters
+            if local not in stored.get(id(m), ())
+        )
+
+    def off(self) -> str:
+        """What keeps the layer off its kernel and not its attention; empty if nothing does."""
+        layer = self.layer
+        if layer.training and not layer.self_attn.training:
+            return "an encoder layer trains and its attention does not"
+        if any(self._hooks):
+            return "a hook was put on an encoder layer"
+        if torch.is_grad_enabled():
+            for params, local in self._others:
+                param = params.get(local)
+                if param is not None and param.requires_grad:
+                    return f"{local} of an encoder layer was unfrozen"
+        return ""
+
+
+def fused_layers(model: nn.Module, stored: Mapping[int, Collection[str]]) -> list[FusedLayer]:
+    """The layers of which packed attention weights are stored, by the ``id`` of their module."""
+    return [
+        FusedLayer(layer, stored)
+        for layer in model.modules()
+        if type(layer) is nn.TransformerEncoderLayer
+        and id(layer.self_attn) in stored
+        and any(local.startswith("in_proj") for local in stored[id(layer.self_attn)])
+        and _can_fuse(layer.self_attn)
+    ]

@@ -17,23 +17,27 @@ from .errors import ArgumentError
 
 __all__ = ["Mode", "Outcome", "Trial"]
 
-Mode = tuple[bool, bool]
-"""Whether the training flags are flipped, and whether gradients are on."""
+Mode = tuple[bool, str]
+"""Whether the training flags are flipped; ``"no grad"``, ``"grad"``, or ``"input grad"`` with
+inputs that require gradients."""
 
 
 class Outcome:
-    """What a run gave: its outputs and the gradients of what trains, in order."""
+    """What a run gave: its outputs, the gradients of what trains and of inputs, in order."""
 
-    def __init__(self, outputs: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+    def __init__(self, outputs: list[Any], grads: list[torch.Tensor | None]) -> None:
         self.outputs, self.grads = outputs, grads
 
     def same(self, other: Outcome) -> bool:
         """Whether every bit is alike."""
         mine, theirs = [*self.outputs, *self.grads], [*other.outputs, *other.grads]
-        return len(mine) == len(theirs) and all(
-            a is b if a is None or b is None else same_bits(a, b)
-            for a, b in zip(mine, theirs, strict=True)
-        )
+        return len(mine) == len(theirs) and all(map(_same, mine, theirs))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    return type(a) is type(b) and repr(a) == repr(b)  # so that nan is nan, and -0.0 not 0.0
 
 
 class Trial:
@@ -49,32 +53,65 @@ class Trial:
         self, model: nn.Module, example: Any, device: torch.device, region: Callable[[], Any]
     ) -> None:
         self.model, self.device, self.region = model, device, region
-        self._call = _caller(example)
+        self._arguments, self._call = _arguments(example)
+        self._accumulate = False
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is an input that could require a gradient, and does not."""
+        return any(_may_require_grad(t) and not t.requires_grad for t in _leaves(self._arguments))
 
     def run(self, mode: Mode, *watch: Any, region: bool = True) -> Outcome:
         """One run, forward and where something trains backward, from the same state each time."""
-        flip, grad = mode
+        try:
+            return self._run(mode, watch, region)
+        except RuntimeError as exc:
+            # Reentrant checkpoints know backward() alone. It is not the first choice, since hooks
+            # on accumulated gradients run in it, which may step an optimizer.
+            if self._accumulate or "use_reentrant" not in str(exc):
+                raise
+        self._accumulate = True
+        return self._run(mode, watch, region)
+
+    def _run(self, mode: Mode, watch: tuple[Any, ...], region: bool) -> Outcome:
+        flip, grad = mode[0], mode[1] != "no grad"
         where = self.region() if region else contextlib.nullcontext()
         with _unchanged(self.model, self.device), torch.set_grad_enabled(grad):
             if flip:
                 for module in self.model.modules():
                     module.training = not module.training
+            args, kwargs = _copy(self._arguments, mode[1] == "input grad")
+            inputs = [t for t in _leaves((args, kwargs)) if t.requires_grad]
             with where, _all(watch):
-                outputs = list(_leaves(self._call(self.model)))
+                result = self._call(self.model, *args, **kwargs)
+                outputs = list(_leaves(result))
             with _all(watch):
-                grads = self._grads(outputs) if grad else []
+                grads = self._grads(outputs, inputs) if grad else []
         if not outputs:
             raise ArgumentError(
                 "the model gave no tensors for example_inputs, so nothing can be compared"
             )
-        return Outcome([o.detach() for o in outputs], grads)
+        return Outcome([o.detach() for o in outputs] + list(_values(result)), grads)
 
-    def _grads(self, outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        roots = [o.float().sum() for o in outputs if o.requires_grad and o.is_floating_point()]
-        if not trained or not roots:
+    def _grads(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        wanted = [*(p for p in self.model.parameters() if p.requires_grad), *inputs]
+        roots = [_weighted(o) for o in outputs if o.requires_grad and o.is_floating_point()]
+        if not wanted or not roots:
             return []
-        return list(torch.autograd.grad(roots, trained, allow_unused=True))
+        if self._accumulate:
+            torch.autograd.backward(roots)
+            return [t.grad for t in wanted]
+        return list(torch.autograd.grad(roots, wanted, allow_unused=True))
+
+
+def _weighted(output: torch.Tensor) -> torch.Tensor:
+    """A sum of which the gradients are not all alike: those of a norm would vanish."""
+    if output.layout is not torch.strided:
+        return output.float().sum()
+    weights = torch.linspace(0.5, 1.5, output.numel(), device=output.device)
+    return (output.float() * weights.reshape(output.shape)).sum()
 
 
 def _all(watch: tuple[Any, ...]) -> contextlib.ExitStack:
@@ -84,11 +121,16 @@ def _all(watch: tuple[Any, ...]) -> contextlib.ExitStack:
     return stack
 
 
-def _caller(example: Any) -> Callable[[nn.Module], Any]:
+def _arguments(example: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
+    """The arguments, and what runs the model on them."""
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
     if isinstance(example, torch.Tensor):
         example = (example,)
     if isinstance(example, Mapping):
-        return lambda model: model(**_copy(dict(example)))
+        return ((), dict(example)), call
     if isinstance(example, (tuple, list)):
         if (
             len(example) == 2
@@ -96,25 +138,47 @@ def _caller(example: Any) -> Callable[[nn.Module], Any]:
             and isinstance(example[1], Mapping)
         ):
             args, kwargs = example
-            return lambda model: model(*_copy(list(args)), **_copy(dict(kwargs)))
-        return lambda model: model(*_copy(list(example)))
+            return (tuple(args), dict(kwargs)), call
+        return (tuple(example), {}), call
     if callable(example):
-        return lambda model: example(model)
+        return ((), {}), example
     raise ArgumentError(
         "example_inputs must be a tensor, a tuple of arguments, a dict of keyword arguments, a "
         f"tuple of both, or a function of the model, got {type(example).__name__}"
     )
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, requires_grad: bool) -> Any:
     """The same arguments in memory of their own: a model may write into them."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        require = value.requires_grad or (requires_grad and _may_require_grad(value))
+        return value.detach().clone().requires_grad_(require)
     if type(value) is dict:
-        return {k: _copy(v) for k, v in value.items()}
+        return {k: _copy(v, requires_grad) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copy(v) for v in value)
+        return type(value)(_copy(v, requires_grad) for v in value)
     return value
+
+
+def _may_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """What a model gives besides tensors and can be compared."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _values(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _values(item)
+    elif is_record(value):
+        for _, item in fields_of(value):
+            yield from _values(item)
+    elif isinstance(value, (bool, int, float, complex, str)):
+        yield value
+    elif type(value).__module__ == "numpy":
+        yield value.tolist()
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
