@@ -62,8 +62,8 @@ def adopt(accelerator: Any, plan: Plan, *, scaler: GradScaler | None = None) -> 
 
     For one that another library made, such as ``trainer.accelerator`` of transformers. Without
     ``scaler``, one is made with the settings of the accelerator's ``GradScalerKwargs``, shared by
-    all ranks under FSDP. Under DeepSpeed and Megatron nothing is changed: their engines own mixed
-    precision.
+    all ranks under FSDP and tensor parallelism. Under DeepSpeed and Megatron nothing is changed:
+    their engines own mixed precision.
 
     Raises:
         ArgumentTypeError: no ``Accelerator``, or no plan.
@@ -112,6 +112,8 @@ def _check(accelerator: Any, plan: Plan, scaler: GradScaler | None) -> None:
 def _scaler(accelerator: Any, plan: Plan) -> GradScaler:
     handler = accelerator.scaler_handler
     settings = handler.to_kwargs() if handler is not None else {}
-    if accelerator.distributed_type.name == "FSDP":
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    shards = parallelism is not None and parallelism.non_data_parallel_size > 1
+    if shards or accelerator.distributed_type.name == "FSDP":
         settings["process_group"] = torch.distributed.group.WORLD
     return plan.grad_scaler(**settings)

@@ -1,7 +1,8 @@
 """Lightning: precision plug-ins for Fabric and for its Trainer that run a plan.
 
 They are Lightning's own mixed-precision plug-ins with the plan's autocast region and amphal's
-scaler. Beyond those, gradients can be clipped with a fused optimizer.
+scaler. Beyond those, gradients can be clipped with a fused optimizer, and ranks that hold shards
+step or skip together. In a checkpoint the scaler's state has the name that Lightning gives it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def _fabric_class() -> Any:
         def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
             if self.scaler is None:
                 return optimizer.step(**kwargs)
+            _decide_together(self.scaler, optimizer)
             output = self.scaler.step(optimizer, **kwargs)
             self.scaler.update()
             return output
@@ -90,7 +92,7 @@ def _fabric_class() -> Any:
             if self.scaler is not None:
                 self.scaler.unscale_(optimizer)
 
-    return PlanPrecision
+    return _named_as(base, PlanPrecision)
 
 
 @functools.cache
@@ -118,7 +120,27 @@ def _trainer_class() -> Any:
                 self.scaler.unscale_(optimizer)  # Lightning leaves it to the optimizer's step
             super(base, self).clip_gradients(optimizer, clip_val, *args, **kw)
 
-    return PlanPrecision
+        def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.scaler is not None:
+                _decide_together(self.scaler, optimizer)
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    return _named_as(base, PlanPrecision)
+
+
+def _named_as(base: Any, made: Any) -> Any:
+    """Lightning stores a plug-in's state under the name of its class, and finds it by that."""
+    made.__qualname__ = base.__qualname__
+    return made
+
+
+def _decide_together(scaler: Any, optimizer: Any) -> None:
+    """Share the scaler where parameters are sharded: plain ones beside them can differ by rank."""
+    if getattr(scaler, "process_group", scaler) is not None:
+        return  # it has one already, or is another library's scaler
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(hasattr(param, "placements") for param in params):
+        scaler.process_group = torch.distributed.group.WORLD
 
 
 def _unscales_itself(optimizer: Any) -> bool:
