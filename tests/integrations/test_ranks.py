@@ -80,7 +80,7 @@ def accelerate_group(tensor_parallel: bool) -> bool:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, and not used
     made = Accelerator(mixed_precision="fp16", cpu=True)
     if tensor_parallel:
-        made.parallelism_config = ParallelismConfig(tp_size=2)  # which it takes on GPUs only
+        made.state.parallelism_config = ParallelismConfig(tp_size=2)  # taken on GPUs only
     accelerate.adopt(made, plan_of("fp16"))
     return made.scaler.process_group is dist.group.WORLD
 
