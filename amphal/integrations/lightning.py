@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._backend import LOW_PRECISION
 from .._detect import Plan
 from .._scaler import GradScaler
-from ._extra import framework, require_plan
+from ..errors import ArgumentError
+from ._extra import framework, require_plan, require_scaler
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricPrecision
@@ -41,6 +43,7 @@ def fabric_precision(plan: Plan, *, scaler: GradScaler | None = None) -> FabricP
         MissingExtraError: Lightning is not installed.
     """
     plan = require_plan(plan, "fabric_precision")  # before a framework is looked for
+    require_scaler(scaler, "fabric_precision")
     made: FabricPrecision = _fabric_class()(plan, scaler)
     return made
 
@@ -48,6 +51,7 @@ def fabric_precision(plan: Plan, *, scaler: GradScaler | None = None) -> FabricP
 def trainer_precision(plan: Plan, *, scaler: GradScaler | None = None) -> TrainerPrecision:
     """A precision plug-in for ``Trainer(plugins=...)``; otherwise as :func:`fabric_precision`."""
     plan = require_plan(plan, "trainer_precision")
+    require_scaler(scaler, "trainer_precision")
     made: TrainerPrecision = _trainer_class()(plan, scaler)
     return made
 
@@ -81,9 +85,9 @@ def _fabric_class() -> Any:
             return data  # autocast casts what an op needs; the rest keeps its precision
 
         def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            _look_at(optimizer, self.plan, self.scaler)
             if self.scaler is None:
                 return optimizer.step(**kwargs)
-            _decide_together(self.scaler, optimizer)
             output = self.scaler.step(optimizer, **kwargs)
             self.scaler.update()
             return output
@@ -121,8 +125,7 @@ def _trainer_class() -> Any:
             super(base, self).clip_gradients(optimizer, clip_val, *args, **kw)
 
         def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.scaler is not None:
-                _decide_together(self.scaler, optimizer)
+            _look_at(optimizer, self.plan, self.scaler)
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     return _named_as(base, PlanPrecision)
@@ -134,12 +137,18 @@ def _named_as(base: Any, made: Any) -> Any:
     return made
 
 
-def _decide_together(scaler: Any, optimizer: Any) -> None:
-    """Share the scaler where parameters are sharded: plain ones beside them can differ by rank."""
-    if getattr(scaler, "process_group", scaler) is not None:
-        return  # it has one already, or is another library's scaler
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(hasattr(param, "placements") for param in params):
+def _look_at(optimizer: Any, plan: Plan, scaler: Any) -> None:
+    """Before its step: refuse another device than the plan's, and share the scaler of shards."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    other = next((p.device for p in params if p.device.type != plan.device.type), None)
+    if other is not None and plan.dtype in LOW_PRECISION:
+        raise ArgumentError(
+            f"the parameters are on {other}, and the plan is for {plan.device}, so they were "
+            f"computed in full precision; call amphal.detect({other.type!r})"
+        )
+    # Plain parameters beside sharded ones can differ by rank.
+    alone = isinstance(scaler, GradScaler) and scaler.process_group is None
+    if alone and any(hasattr(param, "placements") for param in params):
         scaler.process_group = torch.distributed.group.WORLD
 
 
