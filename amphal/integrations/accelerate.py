@@ -61,9 +61,9 @@ def adopt(accelerator: Any, plan: Plan, *, scaler: GradScaler | None = None) -> 
     """Put the plan's scaler and autocast into an ``Accelerator`` that exists; gives it back.
 
     For one that another library made, such as ``trainer.accelerator`` of transformers. Without
-    ``scaler``, one that it has of amphal's stays, or one is made with the settings of the accelerator's ``GradScalerKwargs``, shared by
-    all ranks under FSDP and tensor parallelism. Under DeepSpeed and Megatron nothing is changed:
-    their engines own mixed precision.
+    ``scaler``, one of amphal's that it has already stays; else one is made with the settings of the
+    accelerator's ``GradScalerKwargs``, shared by all ranks under FSDP and tensor parallelism. Under
+    DeepSpeed and Megatron nothing is changed: their engines own mixed precision.
 
     Raises:
         ArgumentTypeError: no ``Accelerator``, or no plan.
