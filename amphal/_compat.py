@@ -54,6 +54,7 @@ def is_fsdp1_shard(param: torch.Tensor) -> bool:
     """Whether FSDP1 has flattened this parameter, or made it of flattened ones.
 
     It marks both, and with ``use_orig_params=True`` the mark is all that tells them from others.
+    Checked on 2.13 alone; where the mark is missing, nothing is refused.
     """
     return bool(getattr(param, "_fsdp_flattened", False))
 
