@@ -83,12 +83,21 @@ def detect(
     return agree(plan, ballots, choose)
 
 
-def require_group(group: Any) -> None:
-    """Raise :class:`ArgumentTypeError` unless ``group`` is a process group that can be used."""
+def _usable(group: Any) -> bool:
     import torch.distributed as dist
 
-    usable = dist.is_available() and dist.is_initialized()
-    if not (usable and isinstance(group, dist.ProcessGroup)):
+    started = dist.is_available() and dist.is_initialized()
+    if not (started and isinstance(group, dist.ProcessGroup)):
+        return False
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:  # destroyed already
+        return False
+
+
+def require_group(group: Any) -> None:
+    """Raise :class:`ArgumentTypeError` unless ``group`` is a process group that can be used."""
+    if not _usable(group):
         raise ArgumentTypeError(
             "process_group must be a torch.distributed.ProcessGroup that this process is in, or "
             f"None, got {type(group).__name__} ({group!r}). Call "

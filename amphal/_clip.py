@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from . import _grad_names, _grads, _scaler_rules
+from . import _compat, _grad_names, _grads, _scaler_rules
 from .errors import (
+    ArgumentError,
     ArgumentTypeError,
     NonFiniteGradientError,
     ScalerArgumentError,
@@ -40,12 +41,52 @@ def clip(
     else:
         what, params = None, _parameters(what)
     with torch.no_grad():
+        if _several_ranks():
+            _refuse_flattened(params)
+            if error_if_nonfinite and scaler._process_group is not None:
+                _refuse_together(scaler, what, params, norm_type)
+                error_if_nonfinite = False
         if not scaler._enabled:
             return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
         scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
         if what is None:
             return _clip_params(scaler, params, scale, max_norm, norm_type, error_if_nonfinite)
         return _clip_optimizer(scaler, what, scale, max_norm, norm_type, error_if_nonfinite)
+
+
+def _several_ranks() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _refuse_flattened(params: list[Tensor]) -> None:
+    """FSDP1's shards are plain tensors: their norm would be another one on each rank."""
+    if any(map(_compat.is_fsdp1_shard, params)):
+        raise ArgumentError(
+            "clip_grad_norm_() was given parameters of FullyShardedDataParallel, of which this "
+            "rank has a shard as plain tensors, so it cannot tell the norm of the whole model: "
+            "call scaler.unscale_(optimizer), then model.clip_grad_norm_(max_norm) of the "
+            "FullyShardedDataParallel module"
+        )
+
+
+def _refuse_together(scaler: Stepper, what: Any, params: list[Tensor], norm_type: float) -> None:
+    """``error_if_nonfinite`` for all ranks at once: the others would wait in the step for ever."""
+    inverse = torch.ones(())
+    if scaler._enabled:
+        scale, _ = scaler._check_scale_growth_tracker("clip_grad_norm_")
+        if what is None:
+            scaled = _are_scaled(scaler, params)
+        else:
+            scaled = scaler._state_of(what)["stage"] is OptState.READY
+        inverse = scale.reciprocal() if scaled else torch.ones_like(scale)
+    total = unscaled_norm(params, inverse, norm_type)
+    device = params[0].device if params else total.device  # without gradients total is the CPU's
+    flags = scaler._all_reduce(_grads.nonfinite_flag(total).reshape(1).to(device))
+    if flags.item():
+        scaler._forget_untouched()
+        _raise_nonfinite(scaler, norm_type, params)
 
 
 def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[float, float]:
@@ -104,9 +145,36 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
         kinds.setdefault(_grads.kind_of(grad), []).append(grad)
     norms = [square.sqrt() for square in squares]
     for alike in kinds.values() if kinds or squares else [[]]:
-        norm = torch.nn.utils.get_total_norm(alike, norm_type)
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norms.append(_norm_of(alike, norm_type))
     return _combined(norms, norm_type)
+
+
+def _norm_of(alike: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of gradients of one kind; of DTensors in full, which is a collective."""
+    if norm_type == math.inf and alike and hasattr(alike[0], "to_local"):
+        return _largest(alike)
+    norm: Tensor = torch.nn.utils.get_total_norm(alike, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _largest(grads: list[Any]) -> Tensor:
+    """The infinity norm of DTensors of one kind.
+
+    A rank's part of one may be empty, for which torch's has no answer, and the others then wait.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = grads[0].device_mesh
+    if any(placement.is_partial() for placement in grads[0].placements):
+        grads = [grad.redistribute(placements=[Replicate()] * mesh.ndim) for grad in grads]
+    parts = [part for grad in grads if (part := grad.to_local()).numel()]
+    here = (
+        torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax()
+        if parts
+        else torch.zeros((), dtype=grads[0].dtype, device=grads[0].to_local().device)
+    )
+    whole: Tensor = DTensor.from_local(here, mesh, [Partial("max")] * mesh.ndim).full_tensor()
+    return whole
 
 
 def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
@@ -131,8 +199,7 @@ def unscaled_norm(params: Iterable[Tensor], inverse: Tensor, norm_type: float) -
             grad = grad._values()
         if grad is not None and grad.numel():
             copy = grad * inverse.to(grad.device)
-            norm = torch.nn.utils.get_total_norm([copy], norm_type)
-            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            norms.append(_norm_of([copy], norm_type))
     return _combined(norms, norm_type) if norms else total_norm((), norm_type)
 
 
@@ -152,13 +219,16 @@ def _multiply(groups: _grads.Groups, factor: Tensor) -> None:
 def _refuse_nonfinite(
     scaler: Stepper, total: Tensor, norm_type: float, params: list[Tensor]
 ) -> None:
-    if bool(torch.isfinite(total)):
-        return
+    if not bool(torch.isfinite(total)):
+        _raise_nonfinite(scaler, norm_type, params)
+
+
+def _raise_nonfinite(scaler: Stepper, norm_type: float, params: list[Tensor]) -> NoReturn:
     names = _grad_names.names_of_nonfinite([_Shell(params)], scaler._names())
     raise NonFiniteGradientError(
         f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
         f"error_if_nonfinite=True was given. Not finite: "
-        f"{_grad_names.listed(names) or 'the norm alone'}. "
+        f"{_grad_names.listed(names) or _grad_names.elsewhere('the norm alone')}. "
         "With error_if_nonfinite=False the scaler skips the step and backs off"
     )
 
@@ -262,7 +332,9 @@ def _clip_params(
     if not exact:
         scaled = total_norm(params, norm_type)
         total = (scaled * inverse.to(scaled.device)).to(scaled.dtype)
-        exact = _overflowed(total, ask=error_if_nonfinite)
+        # Ranks whose plain gradients differ would part here, and the exact norm is a collective.
+        plain = _grads.is_plain(_grads.gather(params))
+        exact = plain and _overflowed(total, ask=error_if_nonfinite)
     if exact:
         total = unscaled_norm(params, inverse, norm_type)
     if error_if_nonfinite:

@@ -24,6 +24,7 @@ __all__ = [
     "constant_in_graphs",
     "foreach_devices",
     "function_mode_enabled",
+    "is_fsdp1_shard",
     "plain_autocast",
     "privateuse1_name",
     "torch_version",
@@ -47,6 +48,15 @@ function_mode_enabled: Callable[[], bool] = _private("_is_torch_function_mode_en
 
 # The name that a third-party device took for itself; torch.autocast keeps it as an attribute.
 privateuse1_name: Callable[[], str] = _private("_get_privateuse1_backend_name")
+
+
+def is_fsdp1_shard(param: torch.Tensor) -> bool:
+    """Whether FSDP1 has flattened this parameter, or made it of flattened ones.
+
+    It marks both, and with ``use_orig_params=True`` the mark is all that tells them from others.
+    Checked on 2.13 alone; where the mark is missing, nothing is refused.
+    """
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def torch_version() -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["listed", "names_of_half", "names_of_nonfinite"]
+__all__ = ["elsewhere", "listed", "names_of_half", "names_of_nonfinite"]
 
 
 def _parameter_name(names: Mapping[int, str], param: Tensor, group: int, index: int) -> str:
@@ -46,6 +46,16 @@ def names_of_half(optimizer: Any, names: Mapping[int, str]) -> list[str]:
         for name, param in _named(optimizer, names)
         if param.grad is not None and param.grad.dtype is torch.float16
     ]
+
+
+def elsewhere(otherwise: str) -> str:
+    """What to say if no gradient here is to blame: a rank sees its own part only."""
+    import torch.distributed as dist
+
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several:
+        return otherwise
+    return f"none on rank {dist.get_rank()}, so those of another rank, or {otherwise}"
 
 
 def listed(names: list[str], most: int = 8) -> str:

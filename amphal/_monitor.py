@@ -231,7 +231,8 @@ class GradMonitor:
         """Observe, then step, or skip what ``skip=`` says. With a fused optimizer no host sync.
 
         With an :class:`amphal.GradScaler` it stands for ``scaler.step(optimizer)``: an overflow is
-        the scaler's to handle, and a step that is skipped as a spike does not move its scale.
+        the scaler's to handle, and a step that is skipped as a spike does not move its scale. With
+        a scaler that has a process group, enabled or not, its ranks step or skip together.
 
         Returns:
             What the optimizer's step returned; None if it was skipped.
@@ -246,12 +247,16 @@ class GradMonitor:
         bad, spike = health.tensor[1], health.tensor[2]
         assert self._counts is not None
         if scaler is not None and scaler.is_enabled():
-            veto = spike if self._skip == "spike" else None
+            veto = spike.clone() if self._skip == "spike" else None  # the scaler writes to it
             result = scaler._step_together([optimizer], (), {}, veto)[0]
             self._outcome = scaler.outcome(optimizer)
         else:
             vetoes = {"none": None, "nonfinite": bad, "spike": torch.maximum(bad, spike)}
             veto = vetoes[self._skip]
+            if veto is not None and scaler is not None and scaler.process_group is not None:
+                device = _grads.params_of(optimizer)[0].device  # a rank may have no gradient yet
+                votes = veto.reshape(1).to(device, copy=True)
+                veto = scaler._all_reduce(votes).reshape(())
             result = self._step_alone(optimizer, veto)
             if scaler is not None and self._outcome is not None:
                 scaler._finish_step(optimizer, self._outcome)

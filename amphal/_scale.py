@@ -218,7 +218,7 @@ class Scale(torch.amp.GradScaler):
         return ScaleCollapseError(
             f"{why} (scale {self.get_scale():g}, min_scale {self._min_scale:g}). "
             "Gradients that are not finite: "
-            f"{_grad_names.listed(names) or 'those of an earlier step'}. "
+            f"{_grad_names.listed(names) or _grad_names.elsewhere('those of an earlier step')}. "
             "No parameter was changed by these steps. Look for a loss or an input that is not "
             "finite, lower the learning rate, or use bf16; "
             "max_consecutive_skips=... waits longer"

@@ -145,12 +145,13 @@ class GradScaler(Stepper):
 
         With a 2-norm in one read, gradients whose *scaled* norm exceeds float32's range (2**64 or
         more for the 2-norm) count as an overflow with a fused optimizer; with others the exact
-        check follows before the decision.
+        check follows before the decision, unless ranks decide together. What
+        ``error_if_nonfinite`` finds on one rank of a process group is raised on all of them.
 
         Raises:
             MissingCallError, ScalerStateError: before scale(), after step(), or clipped already.
             NonFiniteGradientError: as asked by ``error_if_nonfinite``; nothing was changed.
-            ArgumentError, ArgumentTypeError: a value that is not allowed.
+            ArgumentError, ArgumentTypeError: a value that is not allowed, or shards of FSDP1.
         """
         return _clip.clip(self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite)
 

@@ -112,7 +112,10 @@ class Stepper(Scale):
         kwargs: dict[str, Any],
         veto: Tensor | None = None,
     ) -> list[Any]:
-        """One decision for all; ``veto`` is a flag that skips without counting as an overflow."""
+        """One decision for all; ``veto`` is a flag that skips without counting as an overflow.
+
+        With a process group the veto becomes what its ranks agreed on.
+        """
         self._check_scale_growth_tracker("step")
         states = [self._state_of(optimizer) for optimizer in optimizers]
         for state in states:
@@ -153,7 +156,7 @@ class Stepper(Scale):
             if veto is not None:
                 both.append(veto.to(both[0]).reshape(both[0].shape))
             flag, *rest = self._all_reduce(torch.stack(both))  # one collective for the two
-            veto = rest[0] if rest else None
+            veto = veto.copy_(rest[0].reshape(veto.shape)) if veto is not None else None
         if flag is not None and (len(states) > 1 or len(flags) > 1 or not alone):
             _set_flag(states, flag)
         return flag, veto

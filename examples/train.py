@@ -86,7 +86,9 @@ def random_batch(run: Run, data: Tensor) -> tuple[Tensor, Tensor]:
 
 def loss_of(run: Run, x: Tensor, y: Tensor) -> Tensor:
     with amphal.autocast(run.plan):
-        return F.cross_entropy(run.net(x).flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(run.net(x).flatten(0, 1), y.flatten())
+    # Where shares differ in size, the mean over the processes is then that of the whole batch.
+    return loss * (len(x) * run.group.size / run.args.batch)
 
 
 def learning_rate(run: Run, warmup: int = 50) -> float:
@@ -338,8 +340,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Group) -> None:
-    if args.batch % group.size:
-        fail(f"--batch must be a multiple of the {group.size} processes, got {args.batch}")
+    if args.batch < group.size:
+        fail(f"--batch must be {group.size} or more, one for each process, got {args.batch}")
     plan = amphal.detect(args.device, precision=args.precision, process_group=group.handle)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     training, held_out = corpus()

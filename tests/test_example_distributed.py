@@ -41,14 +41,17 @@ def checkpoint(out: Path) -> dict[str, Any]:
 
 
 def test_trains_as_one_process_and_resumes_on_any_number(tmp_path: Path) -> None:
-    """A run that goes from two processes to one and back to two is one process's run."""
+    """A run that goes from two processes to one and on to three is one process's run.
+
+    Three have unequal shares of a batch of four.
+    """
     moved, through = tmp_path / "moved", tmp_path / "through"
     resume = ["--resume", str(moved / "checkpoint.pt"), "--steps"]
     lines = on(2, moved, *FP16, "--steps", "3")
     assert lines[0].endswith("The 2 ranks agreed on fp16.")
     assert sum("validation loss" in line for line in lines) == 2
     alone(moved, *resume, "5")
-    on(2, moved, *resume, "8")
+    on(3, moved, *resume, "8")
     alone(through, *FP16, "--steps", "8")
 
     state, other = checkpoint(moved), checkpoint(through)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from .._detect import Plan
 from ..errors import ArgumentTypeError, MissingExtraError
 
-__all__ = ["framework", "require_plan"]
+__all__ = ["framework", "require_plan", "require_scaler"]
 
 
 def framework(name: str, extra: str) -> ModuleType:
@@ -35,3 +38,13 @@ def require_plan(plan: object, function: str) -> Plan:
             "amphal.detect() gives one"
         )
     return plan
+
+
+def require_scaler(scaler: Any, function: str) -> Any:
+    """``scaler``, if it is one or None."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(
+            f"{function}() takes scaler=amphal.GradScaler(...) or None, "
+            f"got {type(scaler).__name__} ({scaler!r})"
+        )
+    return scaler

@@ -16,7 +16,7 @@ from .._detect import Plan
 from .._names import short_name
 from .._scaler import GradScaler
 from ..errors import ArgumentError, ArgumentTypeError
-from ._extra import framework, require_plan
+from ._extra import framework, require_plan, require_scaler
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,9 +61,9 @@ def adopt(accelerator: Any, plan: Plan, *, scaler: GradScaler | None = None) -> 
     """Put the plan's scaler and autocast into an ``Accelerator`` that exists; gives it back.
 
     For one that another library made, such as ``trainer.accelerator`` of transformers. Without
-    ``scaler``, one is made with the settings of the accelerator's ``GradScalerKwargs``, shared by
-    all ranks under FSDP. Under DeepSpeed and Megatron nothing is changed: their engines own mixed
-    precision.
+    ``scaler``, one of amphal's that it has already stays; else one is made with the settings of the
+    accelerator's ``GradScalerKwargs``, shared by all ranks under FSDP and tensor parallelism. Under
+    DeepSpeed and Megatron nothing is changed: their engines own mixed precision.
 
     Raises:
         ArgumentTypeError: no ``Accelerator``, or no plan.
@@ -71,6 +71,7 @@ def adopt(accelerator: Any, plan: Plan, *, scaler: GradScaler | None = None) -> 
             already, or a scaler was given to an engine that has its own.
     """
     require_plan(plan, "adopt")
+    require_scaler(scaler, "adopt")
     accelerate = framework("accelerate", "accelerate")
     if not isinstance(accelerator, accelerate.Accelerator):
         raise ArgumentTypeError(
@@ -80,7 +81,8 @@ def adopt(accelerator: Any, plan: Plan, *, scaler: GradScaler | None = None) -> 
     if accelerator.distributed_type.name not in _OWNERS:
         accelerator.native_amp = plan.dtype in LOW_PRECISION
         if scaler is None and plan.use_scaler:
-            scaler = _scaler(accelerator, plan)
+            has = accelerator.scaler  # amphal's, from an adoption before
+            scaler = has if isinstance(has, GradScaler) else _scaler(accelerator, plan)
         accelerator.scaler = scaler
     return accelerator
 
@@ -112,6 +114,8 @@ def _check(accelerator: Any, plan: Plan, scaler: GradScaler | None) -> None:
 def _scaler(accelerator: Any, plan: Plan) -> GradScaler:
     handler = accelerator.scaler_handler
     settings = handler.to_kwargs() if handler is not None else {}
-    if accelerator.distributed_type.name == "FSDP":
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    shards = parallelism is not None and parallelism.non_data_parallel_size > 1
+    if shards or accelerator.distributed_type.name == "FSDP":
         settings["process_group"] = torch.distributed.group.WORLD
     return plan.grad_scaler(**settings)

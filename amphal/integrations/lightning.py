@@ -1,7 +1,8 @@
 """Lightning: precision plug-ins for Fabric and for its Trainer that run a plan.
 
 They are Lightning's own mixed-precision plug-ins with the plan's autocast region and amphal's
-scaler. Beyond those, gradients can be clipped with a fused optimizer.
+scaler. Beyond those, gradients can be clipped with a fused optimizer, and ranks that hold shards
+step or skip together. In a checkpoint the scaler's state has the name that Lightning gives it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._backend import LOW_PRECISION
 from .._detect import Plan
 from .._scaler import GradScaler
-from ._extra import framework, require_plan
+from ..errors import ArgumentError
+from ._extra import framework, require_plan, require_scaler
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricPrecision
@@ -40,6 +43,7 @@ def fabric_precision(plan: Plan, *, scaler: GradScaler | None = None) -> FabricP
         MissingExtraError: Lightning is not installed.
     """
     plan = require_plan(plan, "fabric_precision")  # before a framework is looked for
+    require_scaler(scaler, "fabric_precision")
     made: FabricPrecision = _fabric_class()(plan, scaler)
     return made
 
@@ -47,6 +51,7 @@ def fabric_precision(plan: Plan, *, scaler: GradScaler | None = None) -> FabricP
 def trainer_precision(plan: Plan, *, scaler: GradScaler | None = None) -> TrainerPrecision:
     """A precision plug-in for ``Trainer(plugins=...)``; otherwise as :func:`fabric_precision`."""
     plan = require_plan(plan, "trainer_precision")
+    require_scaler(scaler, "trainer_precision")
     made: TrainerPrecision = _trainer_class()(plan, scaler)
     return made
 
@@ -80,6 +85,7 @@ def _fabric_class() -> Any:
             return data  # autocast casts what an op needs; the rest keeps its precision
 
         def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            _look_at(optimizer, self.plan, self.scaler)
             if self.scaler is None:
                 return optimizer.step(**kwargs)
             output = self.scaler.step(optimizer, **kwargs)
@@ -90,7 +96,7 @@ def _fabric_class() -> Any:
             if self.scaler is not None:
                 self.scaler.unscale_(optimizer)
 
-    return PlanPrecision
+    return _named_as(base, PlanPrecision)
 
 
 @functools.cache
@@ -118,7 +124,32 @@ def _trainer_class() -> Any:
                 self.scaler.unscale_(optimizer)  # Lightning leaves it to the optimizer's step
             super(base, self).clip_gradients(optimizer, clip_val, *args, **kw)
 
-    return PlanPrecision
+        def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            _look_at(optimizer, self.plan, self.scaler)
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    return _named_as(base, PlanPrecision)
+
+
+def _named_as(base: Any, made: Any) -> Any:
+    """Lightning stores a plug-in's state under the name of its class, and finds it by that."""
+    made.__qualname__ = base.__qualname__
+    return made
+
+
+def _look_at(optimizer: Any, plan: Plan, scaler: Any) -> None:
+    """Before its step: refuse another device than the plan's, and share the scaler of shards."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    other = next((p.device for p in params if p.device.type != plan.device.type), None)
+    if other is not None and plan.dtype in LOW_PRECISION:
+        raise ArgumentError(
+            f"the parameters are on {other}, and the plan is for {plan.device}, so they were "
+            f"computed in full precision; call amphal.detect({other.type!r})"
+        )
+    # Plain parameters beside sharded ones can differ by rank.
+    alone = isinstance(scaler, GradScaler) and scaler.process_group is None
+    if alone and any(hasattr(param, "placements") for param in params):
+        scaler.process_group = torch.distributed.group.WORLD
 
 
 def _unscales_itself(optimizer: Any) -> bool:

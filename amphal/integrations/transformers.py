@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._detect import Plan
+from ..errors import ArgumentTypeError
 from ._extra import framework, require_plan
 
 if TYPE_CHECKING:
@@ -45,10 +46,17 @@ def training_arguments(plan: Plan, **arguments: Any) -> TrainingArguments:
 def adopt(trainer: Any, plan: Plan, *, scaler: Any = None) -> Trainer:
     """Put the plan's scaler and autocast into a ``Trainer``, before ``train()``; gives it back.
 
-    Raises as :func:`amphal.integrations.accelerate.adopt`.
+    Raises :class:`ArgumentTypeError` for what is no ``Trainer``, and as
+    :func:`amphal.integrations.accelerate.adopt`.
     """
     from . import accelerate
 
+    require_plan(plan, "adopt")
+    expected = framework("transformers", "transformers").Trainer
+    if not isinstance(trainer, expected):
+        raise ArgumentTypeError(
+            f"adopt() takes a transformers.Trainer, got {type(trainer).__name__}"
+        )
     accelerate.adopt(trainer.accelerator, plan, scaler=scaler)
     made: Trainer = trainer
     return made

@@ -104,3 +104,19 @@ def test_group_that_is_none(group: object) -> None:
     """Anything but a process group is refused before anything is asked of it."""
     with pytest.raises(amphal.ArgumentTypeError, match="init_process_group"):
         amphal.detect(process_group=group)
+
+
+def detect_in_destroyed() -> str:
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    with pytest.raises(amphal.ArgumentTypeError) as caught:
+        amphal.detect("cpu", process_group=group)
+    return str(caught.value)
+
+
+def test_destroyed_group(two_ranks: Ranks) -> None:
+    """A group that was destroyed is none that this process is in."""
+    for message in two_ranks(detect_in_destroyed):
+        assert "that this process is in" in message

@@ -171,3 +171,34 @@ def test_full_precision_plugins() -> None:
     assert plugin.scaler is None
     with plugin.forward_context():
         assert not torch.is_autocast_enabled("cpu")
+
+
+def test_adopting_again_keeps_the_scaler() -> None:
+    """A library that adopts once more doesn't take away the scaler that was given."""
+    plan = plan_of("fp16")
+    mine = amphal.GradScaler(plan, 8.0)
+    made = accelerate.adopt(accelerate.accelerator(plan, scaler=mine), plan)
+    assert made.scaler is mine
+    other = amphal.GradScaler(plan, 16.0)
+    assert accelerate.adopt(made, plan, scaler=other).scaler is other
+
+
+def test_what_is_no_scaler_or_trainer() -> None:
+    """Said where it is given, not where a framework would trip over it."""
+    plan = plan_of("fp16")
+    wrong: Any = object()
+    with pytest.raises(amphal.ArgumentTypeError, match="takes scaler="):
+        accelerate.accelerator(plan, scaler=wrong)
+    for make in (lightning.fabric_precision, lightning.trainer_precision):
+        with pytest.raises(amphal.ArgumentTypeError, match="takes scaler="):
+            make(plan, scaler=wrong)
+    with pytest.raises(amphal.ArgumentTypeError, match=r"a transformers\.Trainer, got Linear"):
+        transformers.adopt(nn.Linear(1, 1), plan)
+
+
+def test_lightning_on_another_device_than_the_plan() -> None:
+    """A region of the plan's device does nothing elsewhere, so the first step says it."""
+    precision = lightning.fabric_precision(plan_of("bf16"))
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(amphal.ArgumentError, match=r"on meta.*plan is for cpu"):
+        precision.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))
