@@ -14,7 +14,7 @@ from torch import nn
 
 import amphal
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 LOW, FULL = torch.bfloat16, torch.float32
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import amphal
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from _architectures import TRANSFORMERS
 from precast import adapted, call, same

@@ -1,6 +1,6 @@
 """Whole training steps and inference under amphal, torch.amp by hand, Accelerate and Fabric.
 
-    python benchmarks/training.py [--device cpu] [--rounds 21] [--only TEXT] [--json PATH] [--check]
+    python benchmarks/steps.py [--device cpu] [--rounds 21] [--only TEXT] [--json PATH] [--check]
 
 Each has its own copy of the model and a fused AdamW, and they take turns round by round; a ratio
 is the median over the rounds of amphal's time to theirs in the same round. Needs the extra
