@@ -192,7 +192,7 @@ def register_autocast_op(
             if listed:
                 rule = _rules.get((device, listed[0]))
                 by = (
-                    f"amphal, as {rule.policy!r}; call remove() of that"
+                    f"amphal, as {rule.policy!r}; call remove() on what register_autocast_op() gave"
                     if rule
                     else ("torch or an extension; change it with amphal.autocast(ops=...)")
                 )

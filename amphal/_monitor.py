@@ -15,7 +15,7 @@ from ._clip import total_norm
 from ._outcome import StepOutcome
 from ._scaler import GradScaler
 from ._stepper import drop_stale_casts, is_fused, needs_host
-from .errors import ArgumentError, ArgumentTypeError, MissingCallError
+from .errors import ArgumentError, ArgumentTypeError, MissingCallError, did_you_mean
 
 __all__ = ["GradHealth", "GradMonitor"]
 
@@ -171,7 +171,10 @@ class GradMonitor:
         self._threshold = rules.number("threshold", threshold, 0.0, math.inf, "more than 0")
         self._warmup = rules.integer("warmup", warmup, 2, self._window)
         if skip not in _SKIP:
-            raise ArgumentError(f"skip must be one of {', '.join(_SKIP)}, got {skip!r}")
+            raise ArgumentError(
+                f"skip must be 'none', 'nonfinite' or 'spike', got {skip!r}."
+                f"{did_you_mean(str(skip), _SKIP)}"
+            )
         self._skip = skip
         self._logs: Tensor | None = None  # a ring of log norms, NaN where nothing was seen yet
         self._counts: Tensor | None = None  # finite norms, not finite, spikes, skipped steps

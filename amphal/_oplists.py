@@ -131,7 +131,10 @@ class OpLists:
     def diff(self, other: OpLists) -> OpDiff:
         """The ops that ``other`` treats differently, as name to ``(mine, theirs)``."""
         if not isinstance(other, OpLists):
-            raise ArgumentTypeError(f"diff() takes an OpLists, got {type(other).__name__}")
+            raise ArgumentTypeError(
+                "diff() takes an OpLists, such as amphal.op_lists('cuda'), "
+                f"got {type(other).__name__} ({other!r})"
+            )
         mine, theirs = dict(self), dict(other)
         pairs = {
             op: (mine.get(op, "as_is"), theirs.get(op, "as_is")) for op in sorted({*mine, *theirs})

@@ -107,7 +107,10 @@ def overloads(op: str) -> tuple[str, ...]:
         OpPolicyError: torch has no such op.
     """
     if not isinstance(op, str):
-        raise ArgumentTypeError(f"an op is named by a string, got {type(op).__name__} ({op!r})")
+        raise ArgumentTypeError(
+            "an op is named by a string, such as 'softmax' or 'softmax.int', "
+            f"got {type(op).__name__} ({op!r})"
+        )
     exact, op = "." in op, plain_name(op)
     if exact:
         if is_defined(op):
@@ -129,8 +132,12 @@ def _unknown(op: str) -> str:
     near = did_you_mean(op, bare if "." not in op else names)
     same = sorted(n for n in names if base_name(n) == base_name(op))
     has = f" {base_name(op)!r} has the overloads {', '.join(same)}." if same else ""
+    load = ""
+    if not _is_loaded(op):
+        namespace = op.partition("::")[0]
+        load = f" Nothing of {namespace!r} is loaded: import what defines its ops first."
     return (
-        f"torch {torch.__version__} has no op {op!r}.{has}{near} "
+        f"torch {torch.__version__} has no op {op!r}.{has}{near}{load} "
         "Ops are named as in torch.ops.aten, such as 'softmax' or 'softmax.int'"
     )
 
@@ -144,7 +151,8 @@ def expand(policies: Mapping[str, str]) -> dict[str, str]:
     """
     if not isinstance(policies, Mapping):
         raise ArgumentTypeError(
-            "ops must be a mapping of op names to policies or an amphal.OpLists, "
+            "ops must be a mapping of op names to policies or an amphal.OpLists "
+            "(amphal.op_lists('cuda'), for example), "
             f"got {type(policies).__name__} ({policies!r})"
         )
     table: dict[str, str] = {}
@@ -152,8 +160,9 @@ def expand(policies: Mapping[str, str]) -> dict[str, str]:
     for op, policy in policies.items():
         if policy not in POLICIES:
             raise OpPolicyError(
-                f"{op!r}: there is no policy {policy!r}; a policy is one of 'lower_precision', "
-                f"'fp32', 'promote' and 'as_is'.{did_you_mean(str(policy), POLICIES)}"
+                f"{op!r}: there is no policy {policy!r}; a policy is one of 'lower_precision' "
+                f"(the region's dtype), 'fp32', 'promote' and 'as_is'."
+                f"{did_you_mean(str(policy), POLICIES)}"
             )
         names = overloads(op)
         refusals = {name: _refusal(name, policy) for name in names}

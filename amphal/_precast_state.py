@@ -195,10 +195,11 @@ class State:
         )
 
     def _refuse_region(self, module: nn.Module, on: bool) -> None:
-        now = short_name(torch.get_autocast_dtype(self.device_type)) if on else "no"
+        now = short_name(torch.get_autocast_dtype(self.device_type)) if on else ""
         raise PrecastError(
-            f"{type(module).__name__} was precast to {short_name(self.low)} and runs in {now} "
-            f"autocast region of {self.device_type!r}: enter amphal.autocast("
+            f"{type(module).__name__} was precast to {short_name(self.low)} and runs in "
+            f"{f'a region of {now}' if now else 'no autocast region'} "
+            f"of {self.device_type!r}: enter amphal.autocast("
             f"{self.device_type!r}, dtype={short_name(self.low)!r}) around it. {_BACK}"
         )
 

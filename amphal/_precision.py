@@ -58,7 +58,8 @@ def set_precision(
         raise ArgumentTypeError(f"set_precision() pins an nn.Module, got {type(module).__name__}")
     if precision is not None and precision not in _PRECISIONS:
         raise ArgumentError(
-            f"precision must be 'fp32', 'lower_precision' or None (undo), got {precision!r}."
+            f"precision must be 'fp32', 'lower_precision' (the region's dtype) or None (undo), "
+            f"got {precision!r}."
             f"{did_you_mean(str(precision), _PRECISIONS)}"
         )
     chosen = _choose(module, names, types)

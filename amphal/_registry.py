@@ -15,7 +15,7 @@ from importlib import metadata
 from types import MappingProxyType
 
 from ._ask import answering, reason_of, shown
-from ._backend import Availability, Backend
+from ._backend import PRECISIONS, Availability, Backend
 from .errors import (
     AmphalError,
     ArgumentTypeError,
@@ -162,6 +162,13 @@ def _put(name: str, row: Registration | None) -> None:
     _rows = rows
 
 
+def _precision_hint(name: str) -> str:
+    """Said where a precision was given in the place of the device, which comes first."""
+    if name not in PRECISIONS:
+        return ""
+    return f" {name!r} is a precision: name it, as in autocast(dtype=...), detect(precision=...)."
+
+
 def get_backend(device_type: str) -> Backend:
     """The backend of ``device_type``.
 
@@ -180,8 +187,9 @@ def get_backend(device_type: str) -> Backend:
         raise UnknownDeviceError(
             f"no backend is registered for device type {device_type!r}; "
             f"registered: {', '.join(known) or 'none (is amphal installed?)'}."
-            f"{did_you_mean(device_type, known)} A plug-in adds one by the entry point group "
-            f"{ENTRY_POINT_GROUP!r} or amphal.register_backend()"
+            f"{_precision_hint(device_type) or did_you_mean(device_type, known)} "
+            f"A plug-in adds one by the entry point group {ENTRY_POINT_GROUP!r} or "
+            "amphal.register_backend()"
         )
     if row.backend is None:
         raise BackendError(f"the backend {device_type!r} of {row.source} failed: {row.error}")

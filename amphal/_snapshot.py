@@ -123,13 +123,18 @@ class Snapshot:
                 undo()
         for undo in self._settings:
             undo()
+        # Putting a gradient back has written to it, which is no backward pass.
+        self._gradients = [
+            (tensor, grad, 0 if grad is None else grad._version)
+            for tensor, grad, _ in self._gradients
+        ]
 
     def has_optimizer(self) -> bool:
         """Whether an optimizer is among what was kept."""
         return any(isinstance(value, torch.optim.Optimizer) for value in self._seen.values())
 
     def gradients_changed(self) -> bool:
-        """Whether a backward pass has left something since."""
+        """Whether a backward pass has left something since the copy, or since it was put back."""
         return any(
             tensor.grad is not grad or (grad is not None and grad._version != version)
             for tensor, grad, version in self._gradients

@@ -194,7 +194,7 @@ def test_host_syncs(fused, expected, scaled, memory):  # noqa: F811
         ((torch.nn.Linear(1, 1),), {"window": 2}, "window must be an int of 3 or more"),
         ((torch.nn.Linear(1, 1),), {"threshold": 0}, "threshold must be more than 0"),
         ((torch.nn.Linear(1, 1),), {"warmup": 1000}, "warmup must be an int from 2 to 128"),
-        ((torch.nn.Linear(1, 1),), {"skip": True}, "skip must be one of"),
+        ((torch.nn.Linear(1, 1),), {"skip": True}, "skip must be 'none', 'nonfinite' or 'spike'"),
     ],
 )
 def test_bad_arguments(args, kwargs, words):

@@ -279,3 +279,12 @@ def test_ops_where_the_plan_is_full_precision_is_told_once(
         warnings.simplefilter("error")
         amphal.autocast("cpu", ops={"softmax": "fp32"})
     _policy_region._tell_of_no_effect.cache_clear()
+
+
+def test_an_op_of_a_library_that_is_not_loaded_says_so() -> None:
+    """A name whose namespace torch has never heard of is no typo: its library is missing."""
+    with pytest.raises(OpPolicyError, match="Nothing of 'absent' is loaded: import what defines"):
+        amphal.autocast("cpu", "bf16", ops={"absent::nms": "fp32"})
+    with pytest.raises(OpPolicyError, match="has no op 'sofmax'") as typo:
+        amphal.autocast("cpu", "bf16", ops={"sofmax": "fp32"})
+    assert "is loaded" not in str(typo.value)

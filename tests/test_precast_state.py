@@ -194,7 +194,7 @@ def test_running_it_where_outputs_would_differ_is_refused() -> None:
     with pytest.raises(amphal.PrecastError, match="runs in no autocast region of 'cpu'"):
         model(X)
     other = torch.autocast("cpu", dtype=torch.float16)
-    with pytest.raises(amphal.PrecastError, match="runs in fp16 autocast region"):
+    with pytest.raises(amphal.PrecastError, match="runs in a region of fp16 of 'cpu'"):
         run(model, X, region=other)
     with pytest.raises(amphal.PrecastError, match="no autocast region"):
         run(model, X, region=amphal.autocast("cpu", enabled=False))

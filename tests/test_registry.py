@@ -33,6 +33,13 @@ def test_an_unknown_device_type_offers_what_is_registered() -> None:
         amphal.get_backend("cudda")
 
 
+def test_a_precision_in_the_place_of_the_device_is_told_so() -> None:
+    """The device comes first, in both: ``detect("bf16")`` says which argument was meant."""
+    for call in (amphal.detect, amphal.autocast):
+        with pytest.raises(amphal.UnknownDeviceError, match="'bf16' is a precision: name it"):
+            call("bf16")
+
+
 def test_a_device_type_is_taken_once() -> None:
     """A second backend for a device type is refused, both named, and nothing changes."""
     cpu = amphal.get_backend("cpu")

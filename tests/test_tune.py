@@ -381,6 +381,28 @@ def test_a_step_without_arguments_must_not_train() -> None:
     assert model.weight.grad is None
 
 
+def test_gradients_of_before_are_not_those_of_a_step_without_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inference on a model that was trained a moment ago is inference; its gradients stay."""
+    counter = iter(range(10**6))
+    monkeypatch.setattr(_tune, "time", SimpleNamespace(perf_counter=lambda: next(counter) * 1e-3))
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    model(x).sum().backward()
+    grad = model.weight.grad
+    assert grad is not None
+    before = grad.clone()
+
+    plan = tune(lambda: model(x), candidates=["fp32", "bf16"])
+    assert plan.measured
+    assert model.weight.grad is grad
+    assert torch.equal(grad, before)
+
+    with pytest.raises(amphal.ArgumentError, match="it left gradients"):
+        tune(lambda: model(x).sum().backward(), candidates=["fp32", "bf16"])
+    assert torch.equal(grad, before)
+
+
 # What is left behind.
 
 
