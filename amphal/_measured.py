@@ -59,6 +59,9 @@ def _sentence(row: Measurement) -> str:
     )
 
 
+_LOW = ("bf16", "fp16")
+
+
 def sentences(rows: Iterable[Measurement], chosen: str) -> list[str]:
     """One sentence a row, and a doubt where the chosen one's times say that they are none."""
     rows = list(rows)
@@ -68,5 +71,12 @@ def sentences(rows: Iterable[Measurement], chosen: str) -> list[str]:
         told.append(
             f"the times of {chosen} scatter by {spread:.0%}, so other work disturbed them: a quiet "
             "machine, fewer threads or a longer budget_s tells better"
+        )
+    full = {row.loss for row in rows if row.candidate in ("fp32", "tf32")} - {None}
+    same = [row.candidate for row in rows if row.candidate in _LOW and row.loss in full]
+    if same:
+        told.append(
+            f"the loss of {' and '.join(same)} is that of full precision to the last bit: does the "
+            "step compute inside plan.autocast()?"
         )
     return told

@@ -61,8 +61,8 @@ class PrecastReport:
         """A line, and a line for each reason why parameters were left."""
         lines = [
             f"{len(self.cast)} parameters are stored in {short_name(self.dtype)}, "
-            f"{self.bytes_saved / 1e6:.1f} MB less"
-            + (f"; {self.bytes_kept / 1e6:.1f} MB of originals kept" if self.bytes_kept else "")
+            f"{_size(self.bytes_saved)} less"
+            + (f"; {_size(self.bytes_kept)} of originals kept" if self.bytes_kept else "")
             + (f"; verified: {'; '.join(self.verified)}" if self.verified else "")
         ]
         reasons: dict[str, list[str]] = {}
@@ -71,7 +71,15 @@ class PrecastReport:
         for reason, names in reasons.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"left {', '.join(names[:3])}{more}: {reason}")
+        if not self.cast and not self.left:
+            lines.append(
+                "no floating-point parameter is frozen: model.requires_grad_(False) freezes all"
+            )
         return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def precast_(

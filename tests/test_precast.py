@@ -355,6 +355,13 @@ def test_a_second_call_finds_it_done() -> None:
         amphal.precast_(model, plan=plan("fp16"))
 
 
+def test_a_model_that_is_not_frozen_is_told_how_to_freeze_it() -> None:
+    """Nothing frozen, nothing done: the report says what to call."""
+    report = amphal.precast_(torch.nn.Linear(4, 4), plan=amphal.detect("cpu", precision="bf16"))
+    assert report.cast == ()
+    assert "model.requires_grad_(False)" in str(report)
+
+
 def test_the_report_is_for_people_and_programs() -> None:
     """A line for each reason; plain values; it pickles."""
     report = amphal.precast_(frozen(Tied(True)), example_inputs=torch.tensor([1]), plan=plan())

@@ -116,6 +116,26 @@ def test_scattered_times_are_said_to_be_doubtful(clock: Clock) -> None:
     assert "times of bf16 scatter by" in plan.explain()
 
 
+def test_a_step_outside_its_region_is_asked_about(clock: Clock) -> None:
+    """Equal losses to the last bit mean that nothing was cast; a real cast changes them."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+
+    def forgot(plan: amphal.Plan) -> torch.Tensor:
+        clock.spend(plan)
+        return model(x).square().mean()
+
+    def right(plan: amphal.Plan) -> torch.Tensor:
+        clock.spend(plan)
+        with plan.autocast():
+            return model(x).float().square().mean()
+
+    asked = "does the step compute inside plan.autocast()?"
+    how: dict[str, Any] = {"candidates": ["fp32", "bf16"], "budget_s": 0.1, "device": "cpu"}
+    assert asked in amphal.tune(forgot, **how).explain()
+    assert asked not in amphal.tune(right, **how).explain()
+
+
 def test_detect_sets_neither() -> None:
     """A plan that nothing was measured for has no rows and no matmul precision."""
     plan = amphal.detect()
