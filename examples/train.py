@@ -233,9 +233,7 @@ def compare(run: Run, data: Tensor, seconds: float = 10.0) -> str:
     if len(speed) == 1:
         return f"tokens/s: {speed[name]:,.0f} in float32, which is what this run used"
     ratio = speed[name] / speed["float32"]
-    slower = (
-        f"SLOWER, by {1 / ratio:.1f} times, with this model; amphal.tune() tells before"
-    )
+    slower = f"SLOWER, by {1 / ratio:.1f} times, with this model; amphal.tune() tells before"
     verdict = f"{ratio:.2f} times as fast" if ratio >= 1 else slower
     both = f"{speed[name]:,.0f} in {name}, {speed['float32']:,.0f} in float32"
     return f"tokens/s: {both} (medians of steps taken in turn): {name} was {verdict}"
