@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["AT_FLOOR", "UNREAD_LIMIT", "History", "StepOutcome"]
+__all__ = ["AT_FLOOR", "STEPPED", "UNREAD_LIMIT", "History", "StepOutcome"]
 
 UNREAD_LIMIT = 64
 """How many iterations may pass before the host reads what came of them."""
@@ -54,6 +54,10 @@ class StepOutcome:
         return f"<StepOutcome: {self if known else 'not read yet'}>"
 
 
+STEPPED = StepOutcome(False)
+"""What each step of a disabled scaler did."""
+
+
 class History:
     """The iterations so far: counters on the host, and records that the device still holds.
 
@@ -81,6 +85,11 @@ class History:
     def append(self, record: float | Tensor) -> None:
         """Record an iteration: a number, or a scalar tensor that is to be read later."""
         self._unread.append(record)
+
+    def stepped(self) -> None:
+        """Count an iteration that stepped, where nothing is left to be read."""
+        self.steps += 1
+        self.consecutive = 0
 
     @property
     def known(self) -> bool:

@@ -43,6 +43,8 @@ class Scale(torch.amp.GradScaler):
         self._history = History()
         # By identity: an optimizer, or what wraps one, need not be hashable.
         self._outcomes: MutableMapping[Any, StepOutcome] = WeakIdKeyDictionary()
+        # The optimizer whose outcome was set last, while that is STEPPED: it need not be set again.
+        self._latest: weakref.ref[Any] | None = None
         # The gradients that the latest step with a closure left behind, and their versions.
         self._spent: MutableMapping[Any, list[tuple[Any, int]]] = WeakIdKeyDictionary()
         self._kept_state: dict[str, Any] = {}
@@ -130,8 +132,7 @@ class Scale(torch.amp.GradScaler):
         if not self._enabled:
             if self._stepped:
                 self._stepped = False
-                self._history.append(0.0)
-                self._read_history()
+                self._history.stepped()
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from . import _clip, _closure, _scaler_state
 from . import _scaler_rules as rules
 from ._detect import DeviceLike, Plan
-from ._outcome import StepOutcome
+from ._outcome import STEPPED, StepOutcome
 from ._scale import State
 from ._stepper import Stepper
 from .errors import ArgumentError, ArgumentTypeError, MissingCallError
@@ -181,7 +181,7 @@ class GradScaler(Stepper):
                 fresh = _closure.fresh_casts(closure)
                 args, kwargs = _closure.replaced(closure, fresh, args, kwargs)
             result = optimizer.step(*args, **kwargs)
-            self._finish_step(optimizer, StepOutcome(False))
+            self._finish_step(optimizer, STEPPED)
             return result
         if callable(closure):
             return _closure.step(self, optimizer, closure, args, kwargs)

@@ -179,7 +179,15 @@ def freeze(scaler: GradScaler) -> dict[str, Any]:
         history = scaler._history
         state["_counters"] = (history.steps, history.skipped, history.consecutive, 0.0)
     state["_scale"] = state["_growth_tracker"] = state["_model"] = None
-    for name in ("_history", "_outcomes", "_spent", "_seen", "_lower", "_hysteresis_spent"):
+    for name in (
+        "_history",
+        "_outcomes",
+        "_latest",
+        "_spent",
+        "_seen",
+        "_lower",
+        "_hysteresis_spent",
+    ):
         del state[name]
     if scaler._process_group is not None:
         state["_process_group"] = LOST

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from . import _clip, _grad_names, _grads, _scaler_state
 from . import _scaler_rules as rules
-from ._outcome import StepOutcome
+from ._outcome import STEPPED, StepOutcome
 from ._scale import Scale, State
 from .errors import ArgumentError, ScalerStateError
 
@@ -263,7 +263,10 @@ class Stepper(Scale):
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
     def _finish_step(self, optimizer: Any, outcome: StepOutcome) -> None:
-        self._outcomes[optimizer] = outcome
+        latest = self._latest
+        if outcome is not STEPPED or latest is None or latest() is not optimizer:
+            self._outcomes[optimizer] = outcome
+            self._latest = weakref.ref(optimizer) if outcome is STEPPED else None
         self._stepped = True
         if not outcome.nothing_to_do:
             drop_stale_casts()
