@@ -21,7 +21,7 @@ from . import _scaler_rules as rules
 from ._detect import DeviceLike, Plan
 from ._outcome import STEPPED, StepOutcome
 from ._scale import State
-from ._stepper import Stepper
+from ._stepper import Stepper, drop_stale_casts
 from .errors import ArgumentError, ArgumentTypeError, MissingCallError
 
 __all__ = ["GradScaler"]
@@ -174,6 +174,13 @@ class GradScaler(Stepper):
             ScalerStateError: stepped already since the last :meth:`update`.
             ArgumentError: the parameters are float16; the message names them.
         """
+        latest = self._latest
+        if latest is not None and not args and not kwargs and latest() is optimizer:
+            # A disabled scaler, and an optimizer that it has checked and told of before.
+            result = optimizer.step()
+            self._stepped = True
+            drop_stale_casts()
+            return result
         rules.optimizer(optimizer)
         closure = kwargs.get("closure", args[0] if args else None)
         if not self._enabled:
