@@ -15,9 +15,16 @@ import torch
 
 from ._backend import Backend
 from ._oplists import OpLists
-from .errors import BackendError
+from .errors import AmphalError, BackendError
 
-__all__ = ["answering", "declared_lists", "reason_of", "shown", "vendor_scaler"]
+__all__ = [
+    "answering",
+    "declared_lists",
+    "failing_as",
+    "reason_of",
+    "shown",
+    "vendor_scaler",
+]
 
 
 def reason_of(exc: BaseException) -> str:
@@ -65,21 +72,26 @@ def answering(backend: Backend, function: str) -> Iterator[None]:
         _now.questions.discard(question)
 
 
+@contextlib.contextmanager
+def failing_as(error: type[AmphalError], told: str) -> Iterator[None]:
+    """Whatever is raised in the block is raised as ``error``: ``told`` and the reason."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        raise error(f"{told} {reason_of(exc)}") from exc
+
+
 def declared_lists(backend: Backend, dtype: torch.dtype) -> OpLists:
     """``backend.op_lists(dtype)``, checked.
 
     Raises:
         BackendError: it raised, or returned something else.
     """
-    try:
-        with answering(backend, "op_lists"):
-            lists = backend.op_lists(dtype)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        raise BackendError(
-            f"op_lists() of the backend {backend.device_type!r} raised {reason_of(exc)}"
-        ) from exc
+    told = f"op_lists() of the backend {backend.device_type!r} raised"
+    with failing_as(BackendError, told), answering(backend, "op_lists"):
+        lists = backend.op_lists(dtype)
     if not isinstance(lists, OpLists):
         raise BackendError(
             f"op_lists() of the backend {backend.device_type!r} must return an amphal.OpLists, "
@@ -96,14 +108,9 @@ def vendor_scaler(backend: Backend) -> type[torch.amp.GradScaler] | None:
     """
     if backend.vendor_scaler is None:
         return None
-    try:
+    told = f"vendor_scaler() of the backend {backend.device_type!r} raised"
+    with failing_as(BackendError, told):
         kind = backend.vendor_scaler()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        raise BackendError(
-            f"vendor_scaler() of the backend {backend.device_type!r} raised {reason_of(exc)}"
-        ) from exc
     if not isinstance(kind, type) or not issubclass(kind, torch.amp.GradScaler):
         raise BackendError(
             f"vendor_scaler() of the backend {backend.device_type!r} must return a subclass of "

@@ -78,7 +78,7 @@ def _attributes(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers"):
-                yield from _tensors(list(value.values()) if isinstance(value, dict) else value)
+                yield from tensors_in(list(value.values()) if isinstance(value, dict) else value)
 
 
 def _unfit(
@@ -142,9 +142,9 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = func._schema.arguments
         given = [*zip(arguments, args, strict=False)]
         given += [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
-        outputs = {_address(t) for t in _tensors(result)}
+        outputs = {_address(t) for t in tensors_in(result)}
         for argument, value in given:
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 address = _address(tensor)
                 weight = self._at.get(address)
                 if weight is None:
@@ -225,12 +225,13 @@ class Conversions(TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an op's arguments or results, also in lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from . import _env, _plan, _registry
-from ._ask import answering, reason_of, shown
+from ._ask import answering, failing_as, reason_of, shown
 from ._backend import Availability, Backend, Hardware, ScalerSupport
 from ._names import DeviceLike, PrecisionLike, named_device, named_precision
 from ._plan import Plan
@@ -45,13 +45,9 @@ def _available_names() -> list[str]:
 
 def _probe(backend: Backend, index: int | None) -> Hardware:
     named = backend.device_type if index is None else f"{backend.device_type}:{index}"
-    try:
-        with answering(backend, "probe"):
-            hardware = backend.probe(index)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        raise DeviceNotAvailableError(f"{named!r} could not be probed: {reason_of(exc)}") from exc
+    told = f"{named!r} could not be probed:"
+    with failing_as(DeviceNotAvailableError, told), answering(backend, "probe"):
+        hardware = backend.probe(index)
     if not isinstance(hardware, Hardware) or hardware.device_type != backend.device_type:
         raise BackendError(
             f"probe() of the backend {backend.device_type!r} must return an amphal.Hardware of "

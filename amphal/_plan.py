@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _matmul
-from ._ask import answering, reason_of, shown
+from ._ask import answering, failing_as, shown
 from ._autocast import Region, autocast
 from ._backend import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
 from ._names import short_name
@@ -137,17 +137,12 @@ class Plan:
 def facts(
     backend: Backend, hardware: Hardware
 ) -> tuple[dict[torch.dtype, DtypeSupport], ScalerSupport]:
-    try:
+    told = f"the backend {backend.device_type!r} failed on {hardware.name!r}:"
+    with failing_as(BackendError, told):
         with answering(backend, "dtypes"):
             support = dict(backend.dtypes(hardware))
         with answering(backend, "scaler"):
             scaler = backend.scaler(hardware)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as exc:
-        raise BackendError(
-            f"the backend {backend.device_type!r} failed on {hardware.name!r}: {reason_of(exc)}"
-        ) from exc
     wrong = [k for k, v in support.items() if not isinstance(v, DtypeSupport) or k not in _DTYPES]
     if wrong or not isinstance(scaler, ScalerSupport):
         raise BackendError(

@@ -164,35 +164,34 @@ def _may_require_grad(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """What a model gives besides tensors and can be compared."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _values(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _values(item)
-    elif is_record(value):
-        for _, item in fields_of(value):
-            yield from _values(item)
-    elif isinstance(value, (bool, int, float, complex, str)):
-        yield value
-    elif type(value).__module__ == "numpy":
-        yield value.tolist()
-
-
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
+def _parts(value: Any) -> Iterator[Any]:
+    """The tensors and the other values in nested mappings, sequences and records."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _leaves(item)
+            yield from _parts(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item)
+            yield from _parts(item)
     elif is_record(value):
         for _, item in fields_of(value):
-            yield from _leaves(item)
+            yield from _parts(item)
+    else:
+        yield value
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """What a model gives besides tensors and can be compared."""
+    for part in _parts(value):
+        if isinstance(part, (bool, int, float, complex, str)):
+            yield part
+        elif type(part).__module__ == "numpy":
+            yield part.tolist()
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    return (part for part in _parts(value) if isinstance(part, torch.Tensor))
 
 
 @contextlib.contextmanager

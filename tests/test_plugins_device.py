@@ -59,21 +59,22 @@ def test_an_old_torch_is_an_error_that_says_which_is_needed(
         install_device("toy")
 
 
-@pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
-def test_kernels_follow_lists_that_differ_between_dtypes(tmp_path: Path) -> None:
-    """Each region casts by its own dtype's lists, and senseless lists are refused."""
-    facts = str(Path(__file__).parent / "plugins" / "lists_by_dtype.py")
+def run_facts(tmp_path: Path, name: str) -> None:
+    """Run the tests of that file in a process that has the device."""
+    facts = str(Path(__file__).parent / "plugins" / name)
     done = python(
         tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", facts
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+
+
+@pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
+def test_kernels_follow_lists_that_differ_between_dtypes(tmp_path: Path) -> None:
+    """Each region casts by its own dtype's lists, and senseless lists are refused."""
+    run_facts(tmp_path, "lists_by_dtype.py")
 
 
 @pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
 def test_the_device_in_pure_python_keeps_its_promises(tmp_path: Path) -> None:
     """It computes, trains, refuses mixed devices, and passes the suite with a FakeBackend."""
-    facts = str(Path(__file__).parent / "plugins" / "on_the_toy.py")
-    done = python(
-        tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", facts
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    run_facts(tmp_path, "on_the_toy.py")

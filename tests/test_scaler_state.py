@@ -219,12 +219,16 @@ class _WithMore(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
 
-def test_a_vendors_scaler_takes_up_torchs_state() -> None:
-    """On hardware that saturates, a checkpoint of torch's scaler loads, and so does its own."""
+def saturating(kind: type[torch.amp.GradScaler]) -> amphal.Backend:
+    """The CPU's backend, as one whose overflows only this vendor's scaler sees."""
     cpu = amphal.get_backend("cpu")
     blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
-    saturating = dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: _WithMore)
-    with _registry.overridden(saturating), warnings.catch_warnings():
+    return dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: kind)
+
+
+def test_a_vendors_scaler_takes_up_torchs_state() -> None:
+    """On hardware that saturates, a checkpoint of torch's scaler loads, and so does its own."""
+    with _registry.overridden(saturating(_WithMore)), warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         plan = amphal.detect("cpu", precision="fp16")
         scaler = amphal.GradScaler(plan)
@@ -244,10 +248,7 @@ class _Off(torch.amp.GradScaler):
 
 def test_a_vendors_scaler_that_switches_itself_off_is_an_error() -> None:
     """Nothing trains unscaled because a vendor's scaler thought that its device was missing."""
-    cpu = amphal.get_backend("cpu")
-    blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
-    saturating = dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: _Off)
-    with _registry.overridden(saturating), warnings.catch_warnings():
+    with _registry.overridden(saturating(_Off)), warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         with pytest.raises(amphal.BackendError, match="_Off switched itself off on cpu"):
             amphal.GradScaler(amphal.detect("cpu", precision="fp16"))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import _detect, _opnames
+from .._consumers import tensors_in
 from ..errors import ArgumentError, OpPolicyError
 
 __all__ = ["observe_policy"]
@@ -191,17 +192,9 @@ def _value(kind: Any, device: str, dtypes: Iterator[Any]) -> Any:
     raise RuntimeError(f"an argument of type {kind} is not known here")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _tensor_dtypes(call: _Call) -> list[torch.dtype]:
     _, args, kwargs = call
-    return [t.dtype for t in _tensors([*args, *kwargs.values()])]
+    return [t.dtype for t in tensors_in([*args, *kwargs.values()])]
 
 
 def _dtype_arguments(call: _Call) -> list[torch.dtype]:
