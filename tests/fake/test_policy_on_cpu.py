@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
 from amphal import _compat, _opnames
+from amphal._consumers import tensors_in
 from amphal.testing import _observe, observe_policy
 from amphal.testing._observe import observe_in
 
@@ -58,7 +59,7 @@ def test_a_kernel_calls_exactly_the_op_that_it_stands_for() -> None:
                 func, got, more = _observe.seen_by(op, call, args, kwargs)
             given = dict(zip((a.name for a in op._schema.arguments), got, strict=False), **more)
             defaults = {a.name: a.default_value for a in op._schema.arguments}
-            plain = {n: v for n, v in given.items() if not list(_observe._tensors(v))}
+            plain = {n: v for n, v in given.items() if not list(tensors_in(v))}
             seen.append((func, {**defaults, **plain}))
         if seen[0] != seen[1]:
             different.append((name, seen))
