@@ -114,7 +114,7 @@ def _scan() -> dict[str, Registration]:
             raise
         except BaseException as exc:  # a broken plug-in must not break the others
             reason = reason_of(exc)
-            if isinstance(exc, ModuleNotFoundError) and exc.name == f"{__package__}.backends":
+            if isinstance(exc, ModuleNotFoundError) and exc.name == "amphal.backends":
                 reason += (
                     ". The folder you started from holds a checkout of amphal that hides the "
                     "installed one: start elsewhere, or install the checkout (pip install -e .)"

@@ -44,7 +44,7 @@ LONGEST = 1000
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _GROUPS = ("types", "argparse")
 """Of the standard library's modules, those whose objects only group what a user puts there."""
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", str(__package__)}) - {
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "amphal"}) - {
     "__main__"
 }
 
@@ -148,7 +148,7 @@ class Snapshot:
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self._keep_tensor(value)
-        elif is_walked(value) or type(value).__module__.startswith(f"{__package__}."):
+        elif is_walked(value) or type(value).__module__.startswith("amphal."):
             self._keep_attributes(value)
         elif isinstance(value, MutableMapping):
             self._keep_mapping(value)
