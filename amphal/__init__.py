@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._autocast import autocast
+from ._autocast.autocast import autocast
 from .errors import (
     AmphalError,
     AmphalWarning,
@@ -39,63 +39,63 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
-    from ._custom_function import custom_bwd, custom_fwd
-    from ._detect import detect
-    from ._hardware import KnownHardware, known_hardware
-    from ._install import AutocastOp, register_autocast_op
-    from ._measured import Measurement
-    from ._monitor import GradHealth, GradMonitor
-    from ._oplists import OpLists
-    from ._ops import op_lists
-    from ._outcome import StepOutcome
-    from ._plan import Plan
-    from ._precast import PrecastReport, full_precision_state_dict, precast_, restore_
-    from ._precision import set_precision
-    from ._registry import (
+    from ._autocast.custom_function import custom_bwd, custom_fwd
+    from ._autocast.pin import set_precision
+    from ._casting.live_lists import op_lists
+    from ._casting.rules import AutocastOp, register_autocast_op
+    from ._choice.choice import Plan
+    from ._choice.choose import detect
+    from ._precast.precast import PrecastReport, full_precision_state_dict, precast_, restore_
+    from ._scaler.monitor import GradHealth, GradMonitor
+    from ._scaler.outcome import StepOutcome
+    from ._scaler.scaler import GradScaler
+    from ._tune.sentences import Measurement
+    from ._tune.tune import tune
+    from .contract.known_hardware import KnownHardware, known_hardware
+    from .contract.op_lists import OpLists
+    from .contract.records import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+    from .contract.registry import (
         Registration,
         get_backend,
         register_backend,
         registered_backends,
         unregister_backend,
     )
-    from ._scaler import GradScaler
-    from ._tune import tune
 
 # Imported at its first use, so that ``import amphal`` stays cheap in programs that may not use it.
 # The region is not among these: Dynamo must find it when it traces.
 _AT_FIRST_USE = {
-    "AutocastOp": "_install",
-    "Availability": "_backend",
-    "Backend": "_backend",
-    "DtypeSupport": "_backend",
-    "GradHealth": "_monitor",
-    "GradMonitor": "_monitor",
-    "GradScaler": "_scaler",
-    "Hardware": "_backend",
-    "KnownHardware": "_hardware",
-    "Measurement": "_measured",
-    "OpLists": "_oplists",
-    "Plan": "_plan",
-    "PrecastReport": "_precast",
-    "Registration": "_registry",
-    "ScalerSupport": "_backend",
-    "StepOutcome": "_outcome",
-    "custom_bwd": "_custom_function",
-    "custom_fwd": "_custom_function",
-    "detect": "_detect",
-    "full_precision_state_dict": "_precast",
-    "get_backend": "_registry",
-    "known_hardware": "_hardware",
-    "op_lists": "_ops",
-    "precast_": "_precast",
-    "register_autocast_op": "_install",
-    "register_backend": "_registry",
-    "registered_backends": "_registry",
-    "restore_": "_precast",
-    "set_precision": "_precision",
-    "tune": "_tune",
-    "unregister_backend": "_registry",
+    "AutocastOp": "_casting.rules",
+    "Availability": "contract.records",
+    "Backend": "contract.records",
+    "DtypeSupport": "contract.records",
+    "GradHealth": "_scaler.monitor",
+    "GradMonitor": "_scaler.monitor",
+    "GradScaler": "_scaler.scaler",
+    "Hardware": "contract.records",
+    "KnownHardware": "contract.known_hardware",
+    "Measurement": "_tune.sentences",
+    "OpLists": "contract.op_lists",
+    "Plan": "_choice.choice",
+    "PrecastReport": "_precast.precast",
+    "Registration": "contract.registry",
+    "ScalerSupport": "contract.records",
+    "StepOutcome": "_scaler.outcome",
+    "custom_bwd": "_autocast.custom_function",
+    "custom_fwd": "_autocast.custom_function",
+    "detect": "_choice.choose",
+    "full_precision_state_dict": "_precast.precast",
+    "get_backend": "contract.registry",
+    "known_hardware": "contract.known_hardware",
+    "op_lists": "_casting.live_lists",
+    "precast_": "_precast.precast",
+    "register_autocast_op": "_casting.rules",
+    "register_backend": "contract.registry",
+    "registered_backends": "contract.registry",
+    "restore_": "_precast.precast",
+    "set_precision": "_autocast.pin",
+    "tune": "_tune.tune",
+    "unregister_backend": "contract.registry",
 }
 
 

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from . import _registry
-from ._detect import Plan, detect
+from ._choice.choose import Plan, detect
+from .contract import registry as _registry
 from .errors import AmphalError, PrecisionWarning
 
 __all__ = ["main"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import amphal
-from amphal import _registry
+from amphal.contract import registry as _registry
 from amphal.testing import simulate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -232,7 +232,7 @@ def test_an_interrupt_at_any_step_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, step: str, on_exit: bool, after: bool
 ) -> None:
     """Ctrl-C before or after a step of entering or leaving: what was changed is put back."""
-    from amphal import _autocast
+    from amphal._autocast import autocast as _autocast
 
     region = amphal.autocast("cpu", FP16, cache_enabled=False)
     real, left = getattr(_autocast, step), [1]
@@ -583,7 +583,8 @@ def test_an_exception_sent_into_a_generator_is_not_kept() -> None:
 
 def test_regions_are_forgotten_with_the_registry_and_bounded() -> None:
     """The cache of regions follows the registry, and hostile keys cannot make it grow for good."""
-    from amphal import _autocast, _detect
+    from amphal._autocast import autocast as _autocast
+    from amphal._choice import choose as _detect
 
     region = amphal.autocast("cpu", BF16)
     assert amphal.autocast("cpu", BF16) is region

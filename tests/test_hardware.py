@@ -16,7 +16,7 @@ import torch
 
 import amphal
 from amphal import Hardware
-from amphal._hardware import tomllib
+from amphal.contract.known_hardware import tomllib
 
 BF16 = (torch.bfloat16, False)
 FP16 = (torch.float16, True)
@@ -222,7 +222,7 @@ def test_a_record_is_json_able_and_rebuilds_itself() -> None:
 def test_importing_amphal_does_not_read_the_table() -> None:
     """The table is read on first use, not at import."""
     code = (
-        "import amphal, sys; from amphal._hardware import known_hardware as k; "
+        "import amphal, sys; from amphal.contract.known_hardware import known_hardware as k; "
         "assert k.cache_info().currsize == 0; assert 'amphal.data' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tempfile.gettempdir())

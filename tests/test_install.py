@@ -13,7 +13,7 @@ import torch
 
 import amphal
 from amphal import OpPolicyError, op_lists, register_autocast_op
-from amphal._backend import torch_version
+from amphal.contract.records import torch_version
 
 LOW, FULL = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore::amphal.PrecisionWarning")

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amphal
-from amphal import OpPolicyError, _policy, _registration, op_lists
+from amphal import OpPolicyError, op_lists
+from amphal._casting import installed as _registration
+from amphal._casting import policy as _policy
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"

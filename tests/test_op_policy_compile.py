@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amphal
-from amphal import _policy, _registration, op_lists
+from amphal import op_lists
+from amphal._casting import installed as _registration
+from amphal._casting import policy as _policy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -15,15 +15,10 @@ import torch
 import torch.nn.functional as F
 
 import amphal
-from amphal import (
-    OpLists,
-    OpPolicyError,
-    RegionStateError,
-    _policy,
-    _policy_region,
-    _registration,
-    op_lists,
-)
+from amphal import OpLists, OpPolicyError, RegionStateError, op_lists
+from amphal._autocast import policy_region as _policy_region
+from amphal._casting import installed as _registration
+from amphal._casting import policy as _policy
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
@@ -179,7 +174,7 @@ def test_an_interrupt_while_kernels_are_put_undoes_them(monkeypatch: pytest.Monk
 
 def test_exits_out_of_order_leave_no_function_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a region shows itself as a mode (torch 2.6), its own mode is the one that goes."""
-    monkeypatch.setattr(amphal._compat, "dynamo_guards_on_autocast", lambda: False)
+    monkeypatch.setattr(amphal._torch.private, "dynamo_guards_on_autocast", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "torch._dynamo", torch)
     first, second = region({"selu": "fp32"}), region({"elu": "fp32"})
     first.__enter__()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import amphal
-from amphal import _registry
+from amphal.contract import registry as _registry
 
 
 def test_the_four_built_in_backends_come_through_their_entry_points() -> None:

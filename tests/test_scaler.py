@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
-from amphal import _grads, _outcome
+from amphal._scaler import gradients as _grads
+from amphal._scaler import outcome as _outcome
 
 
 def scaler_of(**kwargs):

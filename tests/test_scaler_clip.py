@@ -10,7 +10,7 @@ from test_scaler import memory, problem, scaler_of  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
-from amphal import _grads
+from amphal._scaler import gradients as _grads
 
 SHAPES = [(3,), (4, 5), (1,), (0,), (2, 3, 2)]
 
@@ -139,7 +139,7 @@ def test_a_norm_may_overflow_where_no_gradient_does(fused):
 
 def test_on_a_device_the_exact_check_waits_for_the_step(monkeypatch):
     """Unfused, where the host cannot see the flag: same step as torch, also with step_all."""
-    monkeypatch.setattr(amphal._grads, "host_value", lambda scalar: None)
+    monkeypatch.setattr(amphal._scaler.gradients, "host_value", lambda scalar: None)
     scaler = scaler_of()
     (huge, first), (small, second) = problem(kind=torch.optim.SGD), problem(kind=torch.optim.SGD)
     scaler.scale(torch.ones(()))
@@ -155,7 +155,7 @@ def test_on_a_device_the_exact_check_waits_for_the_step(monkeypatch):
 
 def test_fused_on_a_device_such_a_norm_counts_as_an_overflow(monkeypatch):
     """Documented: a scaled norm beyond 2**64 skips, and the scale backs off until it fits."""
-    monkeypatch.setattr(amphal._grads, "host_value", lambda scalar: None)
+    monkeypatch.setattr(amphal._scaler.gradients, "host_value", lambda scalar: None)
     scaler = scaler_of()
     param, optimizer = problem(True)
     scaler.scale(torch.ones(()))

@@ -12,7 +12,8 @@ from test_scaler import iterate, memory, problem, scaler_of  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
-from amphal import _grads, _registry
+from amphal._scaler import gradients as _grads
+from amphal.contract import registry as _registry
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
 

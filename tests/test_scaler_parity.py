@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import amphal
-from amphal import _grads
+from amphal._scaler import gradients as _grads
 
 # torch's fused SGD steps with uninitialized momentum after a skipped first step: no twin for it.
 OPTIMIZERS = [

@@ -17,7 +17,7 @@ import torch
 from test_scaler import iterate, problem, scaler_of
 
 import amphal
-from amphal import _registry
+from amphal.contract import registry as _registry
 
 
 def used(gradients=(1.0, math.inf, 1.0), **kwargs):

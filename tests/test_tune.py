@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 import amphal
-from amphal import _candidates, _tune, _tune_show
-from amphal._tune_cache import folder
+from amphal._tune import candidates as _candidates
+from amphal._tune import show as _tune_show
+from amphal._tune import tune as _tune
+from amphal._tune.cache import folder
 from amphal.testing import simulate
 
 COSTS = {"fp32": 0.020, "bf16": 0.010, "fp16": 0.040, "fp32:medium": 0.015}

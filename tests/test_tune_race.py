@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amphal._compat import frames_compiled
-from amphal._race import Race
-from amphal._race_rules import Lane, winner
-from amphal._tune_step import Seen, compare, see
+from amphal._torch.private import frames_compiled
+from amphal._tune.decisions import Lane, winner
+from amphal._tune.race import Race
+from amphal._tune.step import Seen, compare, see
 from amphal.errors import ArgumentTypeError
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import amphal
-from amphal import _tune
-from amphal._snapshot import Snapshot
-from amphal._state_search import reachable, reachable_state
+from amphal._tune import tune as _tune
+from amphal._tune.reach import reachable, reachable_state
+from amphal._tune.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amphal
-from amphal._backend import torch_version
+from amphal.contract.records import torch_version
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._detect import Plan
+from .._choice.choose import Plan
 from ..errors import ArgumentTypeError, MissingExtraError
 
 __all__ = ["framework", "require_plan", "require_scaler"]

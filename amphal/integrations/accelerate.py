@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._backend import LOW_PRECISION
-from .._detect import Plan
-from .._names import short_name
-from .._scaler import GradScaler
+from .._choice.choose import Plan
+from .._scaler.scaler import GradScaler
+from ..contract.records import LOW_PRECISION
+from ..contract.spelling import short_name
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan, require_scaler
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from .. import _owner
-from .._autocast import autocast
-from .._backend import LOW_PRECISION
-from .._detect import Plan
+from .._autocast import engines as _owner
+from .._autocast.autocast import autocast
+from .._choice.choose import Plan
+from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .._backend import LOW_PRECISION
-from .._detect import Plan
+from .._choice.choose import Plan
+from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError
 from ._extra import require_plan
 

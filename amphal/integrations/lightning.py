@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._backend import LOW_PRECISION
-from .._detect import Plan
-from .._scaler import GradScaler
+from .._choice.choose import Plan
+from .._scaler.scaler import GradScaler
+from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError
 from ._extra import framework, require_plan, require_scaler
 

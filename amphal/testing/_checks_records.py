@@ -13,18 +13,13 @@ from importlib import metadata
 import pytest
 import torch
 
-from .. import _detect, _registry
-from .._ask import answering
-from .._backend import (
-    LOW_PRECISION,
-    Availability,
-    DtypeSupport,
-    Hardware,
-    ScalerSupport,
-)
-from .._compat import all_op_names
-from .._oplists import OpLists, base_name
-from .._opnames import is_defined, overloads, refusal
+from .._choice import choose as _detect
+from .._torch.private import all_op_names
+from ..contract import registry as _registry
+from ..contract.guard import answering
+from ..contract.op_lists import OpLists, base_name
+from ..contract.op_names import is_defined, overloads, refusal
+from ..contract.records import LOW_PRECISION, Availability, DtypeSupport, Hardware, ScalerSupport
 from ..errors import DeviceNotAvailableError, UnknownDeviceError, UnsupportedPrecisionError
 from ._subject import (
     Subject,

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from .. import _registry
-from .._backend import Backend, Hardware
+from ..contract import registry as _registry
+from ..contract.records import Backend, Hardware
 from ._checks_device import DeviceChecks
 from ._checks_records import RecordChecks
 from ._subject import Subject, make_subject

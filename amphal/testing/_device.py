@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import _compat
+from .._torch import private as _compat
 from ..errors import BackendError, TorchTooOldError
 
 __all__ = ["install_device", "installed_device", "why_not_installable"]

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._backend import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
-from .._oplists import OpLists
+from ..contract.op_lists import OpLists
+from ..contract.records import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 
 __all__ = ["FakeBackend"]
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from .. import _detect, _opnames
-from .._consumers import tensors_in
+from .._choice import choose as _detect
+from .._precast.readers import tensors_in
+from ..contract import op_names as _opnames
 from ..errors import ArgumentError, OpPolicyError
 
 __all__ = ["observe_policy"]

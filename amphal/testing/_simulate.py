@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from .. import _registry
-from .._backend import Availability, Backend, Hardware
+from ..contract import registry as _registry
+from ..contract.records import Availability, Backend, Hardware
 from ..errors import ArgumentTypeError
 
 __all__ = ["simulate"]

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _detect, _registry
-from .._backend import Availability, Backend, Hardware
+from .._choice import choose as _detect
+from ..contract import registry as _registry
+from ..contract.records import Availability, Backend, Hardware
 from ..errors import PrecisionWarning
 from ._simulate import simulate
 
@@ -116,7 +117,7 @@ def make_subject(backend: Backend, source: str, more: Sequence[Hardware]) -> Sub
 
 
 def _known(device_type: str) -> list[Hardware]:
-    from .._hardware import known_hardware
+    from ..contract.known_hardware import known_hardware
 
     rows = (row.hardware for row in known_hardware().values())
     return [hardware for hardware in rows if hardware.device_type == device_type]

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import _detect, _registry, _scaler
+from .._choice import choose as _detect
+from .._scaler import scaler as _scaler
+from ..contract import registry as _registry
 
 __all__ = ["Training"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Ranks
 
 import amphal
-from amphal import _tune
+from amphal._tune import tune as _tune
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

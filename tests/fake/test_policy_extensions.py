@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from observing import observed
 
-from amphal._backend import torch_version
+from amphal.contract.records import torch_version
 
 pytestmark = pytest.mark.fake
 

@@ -11,8 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
-from amphal import _compat, _opnames
-from amphal._consumers import tensors_in
+from amphal._precast.readers import tensors_in
+from amphal._torch import private as _compat
+from amphal.contract import op_names as _opnames
 from amphal.testing import _observe, observe_policy
 from amphal.testing._observe import observe_in
 

@@ -13,9 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
-from amphal import _opnames, _ops
-from amphal._backend import torch_version
+from amphal._casting import live_lists as _ops
 from amphal.backends import _lists
+from amphal.contract import op_names as _opnames
+from amphal.contract.records import torch_version
 from amphal.errors import OpPolicyError
 from amphal.testing import _observe, observe_policy, simulate
 

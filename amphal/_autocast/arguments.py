@@ -1,0 +1,105 @@
+"""What :func:`amphal.autocast`'s arguments mean: every check, and the settings that they name.
+
+Imported when the first region is made, so that ``import amphal`` loads neither registry nor plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _environment as _env
+from .._choice import choose as _detect
+from .._choice.choice import Plan
+from .._choice.choose import generation, on_clear
+from .._torch import private as _compat
+from ..contract import registry as _registry
+from ..contract.records import LOW_PRECISION, Hardware
+from ..errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["generation", "independent", "on_clear", "planned", "settled"]
+
+
+def settled(
+    device: Any, dtype: Any, enabled: Any, cache_enabled: Any
+) -> tuple[str, torch.dtype, bool]:
+    """Every check of :func:`autocast`'s arguments; the device type, the low dtype and on."""
+    _check_flags(enabled, cache_enabled)
+    return _settle(device, dtype, enabled)
+
+
+def independent(device: object, dtype: object) -> bool:
+    """Whether these arguments leave nothing to the environment: the answer to them lasts."""
+    return isinstance(device, Plan) or (device is not None and dtype is not None)
+
+
+def planned(device: Any, dtype: Any) -> Plan:
+    """The plan of these arguments now; the same object until the answers are forgotten."""
+    return _detect.detect(device, precision="auto" if dtype is None else dtype)
+
+
+def _check_flags(enabled: object, cache_enabled: object) -> None:
+    if not isinstance(enabled, bool):
+        raise ArgumentTypeError(
+            f"enabled must be True or False, got {type(enabled).__name__} ({enabled!r})"
+        )
+    if cache_enabled is not None and not isinstance(cache_enabled, bool):
+        raise ArgumentTypeError(
+            "cache_enabled must be True, False or None (as it is on enter), "
+            f"got {type(cache_enabled).__name__} ({cache_enabled!r})"
+        )
+
+
+def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, bool]:
+    """The device type, the low dtype and whether autocast is on; every check is made here."""
+    precision = None if dtype is None else _detect.named_precision(dtype, what="dtype")
+    if isinstance(device, Hardware):
+        raise ArgumentTypeError(
+            f"autocast() runs on a device that is here, and {device.name!r} is a description; "
+            "pass a device, or ask amphal.detect() about the description"
+        )
+    if isinstance(device, Plan):
+        device_type = device.hardware.device_type
+        precision = device.dtype if precision is None else precision
+        if enabled:
+            _detect.require_available(_registry.get_backend(device_type), device_type)
+            if device.support[precision].level == "absent":
+                _detect.detect(device.device, precision=precision)
+    elif not enabled:
+        # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
+        device_type = _named_or_chosen(device)
+    else:
+        if device is not None:
+            device = _torch_device_string(*_detect.named_device(device, what="device_type"))
+        plan = planned(device, precision)
+        device_type = plan.hardware.device_type
+        precision = plan.dtype
+    if not _compat.autocast_available(device_type):
+        raise ArgumentError(
+            f"torch has no autocast for device type {device_type!r}; "
+            "a region on it could change nothing"
+        )
+    on = enabled and precision in LOW_PRECISION
+    if precision not in LOW_PRECISION:
+        precision = torch.get_autocast_dtype(device_type)
+    if on:
+        from .._casting import (
+            rules as _install,  # at first use: it is needed once a region is made, and not before
+        )
+
+        _install.ensure_kernels(device_type, precision)
+    return device_type, precision, on
+
+
+def _torch_device_string(device_type: str, index: int | None) -> str:
+    return device_type if index is None else f"{device_type}:{index}"
+
+
+def _named_or_chosen(device: Any) -> str:
+    """The device type that was named, here or in the environment, else the one to run on."""
+    named = device if device is not None else _env.read(_env.DEVICE)
+    if named == "":
+        return _detect.detect(precision="fp32").hardware.device_type
+    what = "device_type" if device is not None else _env.DEVICE
+    return _registry.get_backend(_detect.named_device(named, what)[0]).device_type

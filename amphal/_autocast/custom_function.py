@@ -1,0 +1,228 @@
+"""``custom_fwd`` and ``custom_bwd``: autograd functions that follow the device of their inputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from .._choice import choose as _detect
+from .._choice.choose import PrecisionLike
+from .._torch import private as _compat
+from ..errors import ArgumentError, ArgumentTypeError, RegionStateError
+from .autocast import Region
+
+__all__ = ["custom_bwd", "custom_fwd"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_is_enabled = torch.is_autocast_enabled
+_get_dtype = torch.get_autocast_dtype
+_is_compiling = torch.compiler.is_compiling
+
+
+def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
+    """The device types of all tensors in nested arguments, in order of appearance."""
+    if isinstance(values, torch.Tensor):
+        found[values.device.type] = None
+    elif isinstance(values, dict):
+        for value in values.values():
+            _device_types(value, found)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            _device_types(value, found)
+    return found
+
+
+def cast(value: Any, devices: tuple[str, ...], dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors (float64 aside) that lie on ``devices``, in containers too."""
+    if isinstance(value, torch.Tensor):
+        eligible = (
+            value.is_floating_point()
+            and value.dtype is not torch.float64
+            and value.device.type in devices
+        )
+        return value.to(dtype) if eligible else value
+    if type(value) is dict:
+        return {k: cast(v, devices, dtype) for k, v in value.items()}
+    if isinstance(value, dict):
+        return _with_items(value, {k: cast(v, devices, dtype) for k, v in value.items()})
+    if isinstance(value, (list, tuple)):
+        items = [cast(v, devices, dtype) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_record(value):
+        return _with_fields(value, {k: cast(v, devices, dtype) for k, v in fields_of(value)})
+    return value
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an instance of a dataclass that carries values, and no module."""
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not isinstance(value, torch.nn.Module)
+    )
+
+
+def fields_of(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that are set, and their values."""
+    names = [f.name for f in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+# What such an object is made of is its class's affair (its constructor may want anything), so it is
+# copied with all its attributes, and only what has changed is set.
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    changed = {k: v for k, v in items.items() if v is not value[k]}
+    if not changed:
+        return value
+    new = copy.copy(value)
+    for k, v in changed.items():
+        new[k] = v
+    return new
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    changed = {name: v for name, v in fields.items() if v is not getattr(value, name)}
+    if not changed:
+        return value
+    new = copy.copy(value)
+    for name, v in changed.items():
+        object.__setattr__(new, name, v)  # a frozen one too
+    return new
+
+
+# What a decorated forward leaves on ctx: (device type, whether autocast was on, its dtype) each.
+_STATE = "_amphal_autocast"
+
+
+@overload
+def custom_fwd(fwd: _F, /) -> _F: ...
+@overload
+def custom_fwd(
+    *, device_type: str | torch.device | None = None, cast_inputs: PrecisionLike | None = None
+) -> Callable[[_F], _F]: ...
+def custom_fwd(
+    fwd: Any = None,
+    *,
+    device_type: str | torch.device | None = None,
+    cast_inputs: PrecisionLike | None = None,
+) -> Any:
+    """Decorate ``forward`` of a ``torch.autograd.Function``; the device is found from its inputs.
+
+    Args:
+        device_type: the device type to follow; None for those of the tensors that come in.
+        cast_inputs: in an autocast region, cast floating-point inputs (float64 aside; in dicts,
+            lists and tuples too) to this dtype and run ``forward`` with autocast off. Outside one
+            it has no effect.
+
+    Pair it with :func:`custom_bwd`, which runs ``backward`` in the state that ``forward`` had.
+    """
+    named = _autocast_device(device_type)
+    target = _cast_dtype(cast_inputs)
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    if not callable(fwd):
+        raise ArgumentTypeError(f"custom_fwd decorates a function, got {type(fwd).__name__}")
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A Function with setup_context has a forward without ctx: there is nowhere to leave the
+        # state for backward, and custom_bwd says so.
+        has_ctx = bool(args) and isinstance(args[0], FunctionCtx)
+        inputs = args[1:] if has_ctx else args
+        types = {named: None} if named else _device_types((inputs, kwargs), {})
+        available = [t for t in types if named or _compat.autocast_available(t)]
+        state = tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
+        on = tuple(t for t, enabled, _ in state if enabled)
+        if target is not None and on:
+            state = tuple((t, False, dtype) for t, _, dtype in state)
+        if has_ctx:
+            setattr(args[0], _STATE, state)
+            _leave_torchs_marks(args[0], state)
+        if target is None or not on:
+            return fwd(*args, **kwargs)
+        args, kwargs = cast(args, on, target), cast(kwargs, on, target)
+        return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, args, kwargs)
+
+    return forward
+
+
+def _autocast_device(device_type: Any) -> str | None:
+    if device_type is None:
+        return None
+    name, _ = _detect.named_device(device_type, "device_type")
+    if not _compat.autocast_available(name):
+        raise ArgumentError(f"torch has no autocast for device type {name!r}")
+    return name
+
+
+def _cast_dtype(cast_inputs: Any) -> torch.dtype | None:
+    # Any floating dtype, as torch allows: float64 is a sensible one to compute in.
+    if cast_inputs is None or (
+        isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
+    ):
+        return cast_inputs
+    return _detect.named_precision(cast_inputs, what="cast_inputs")
+
+
+def _leave_torchs_marks(ctx: Any, state: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+    """What ``torch.amp.custom_bwd`` reads, should it decorate the backward."""
+    _, enabled, dtype = next((s for s in state if s[1]), state[0] if state else ("", False, None))
+    ctx._fwd_used_autocast = enabled
+    ctx._dtype = dtype
+
+
+def _run_under(state: tuple[tuple[str, bool, Any], ...], func: Any, args: Any, kwargs: Any) -> Any:
+    """``func(*args, **kwargs)`` in this autocast state, device by device."""
+    if not state:
+        return func(*args, **kwargs)
+    device, enabled, dtype = state[0]
+    if _is_compiling():
+        region: torch.autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
+    else:
+        region = Region(device, dtype, enabled, None)
+    with region:
+        return _run_under(state[1:], func, args, kwargs)
+
+
+@overload
+def custom_bwd(bwd: _F, /) -> _F: ...
+@overload
+def custom_bwd(*, device_type: str | torch.device | None = None) -> Callable[[_F], _F]: ...
+def custom_bwd(bwd: Any = None, *, device_type: str | torch.device | None = None) -> Any:
+    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in ``forward``'s state.
+
+    Args:
+        device_type: accepted for torch's sake and not needed with :func:`custom_fwd`. It names the
+            device where ``forward`` was decorated by ``torch.amp.custom_fwd``.
+    """
+    named = _autocast_device(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    if not callable(bwd):
+        raise ArgumentTypeError(f"custom_bwd decorates a function, got {type(bwd).__name__}")
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(ctx, _STATE):
+            state = getattr(ctx, _STATE)
+        elif hasattr(ctx, "_fwd_used_autocast"):
+            types = [named] if named else list(_device_types((args, kwargs), {}))
+            state = tuple((t, ctx._fwd_used_autocast, ctx._dtype) for t in types[:1])
+        else:
+            raise RegionStateError(
+                "custom_bwd found no state of the forward pass on ctx; decorate forward with "
+                "@amphal.custom_fwd (a Function with setup_context has no ctx in forward, so "
+                "neither custom_bwd nor torch's works there: write forward(ctx, ...) instead)"
+            )
+        return _run_under(state, bwd, (ctx, *args), kwargs)
+
+    return backward

@@ -1,0 +1,257 @@
+"""The region that ``autocast(ops=...)`` makes, in eager code and in graphs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import _warnings as _warn
+from .._casting import policy as _policy
+from .._choice import choose as _detect
+from .._choice.choose import Plan
+from .._torch import private as _compat
+from ..contract.op_lists import OpLists
+from ..errors import ArgumentTypeError, PrecisionWarning
+from . import arguments as _settle
+from . import autocast as _autocast
+from . import export as _export
+from .autocast import Region
+from .decorator import decorate
+
+__all__ = ["PolicyRegion", "build", "region", "traced"]
+
+
+class PolicyRegion(Region, TorchFunctionMode):
+    """A region with its own casting policy.
+
+    It is a function mode for Dynamo's sake, which reads only four attributes of an autocast region
+    made outside a compiled function, but traces a mode's ``__torch_function__``. In eager code it
+    is never on the stack of modes.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        enabled: bool,
+        cache_enabled: bool | None,
+        policy: _policy.Policy,
+    ) -> None:
+        super().__init__(device_type, dtype, enabled, cache_enabled)
+        self._policy = policy
+        self.index = len(_regions)
+        _regions.append(self)
+
+    @property
+    def policy(self) -> _policy.Policy:
+        """The policy, held against the device's own lists as they are now."""
+        return _policy.current(self._policy)
+
+    def __enter__(self) -> PolicyRegion:
+        if not self._enabled:
+            super().__enter__()
+            return self
+        if _compat.being_exported():
+            self._enter_recording()
+        else:
+            super().__enter__()
+            self._show_as_mode()
+        try:
+            _policy.enter(self, self.policy)
+        except BaseException:
+            self._leave_modes()
+            super().__exit__()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
+    ) -> Literal[False]:
+        if self._enabled:
+            _policy.leave(self)
+            self._leave_modes()
+        return super().__exit__(exc_type, exc_val, exc_tb)
+
+    def _enter_recording(self) -> None:
+        # What is recorded has its casts, so torch's own region, which records itself, is off.
+        delegate = _compat.plain_autocast(self.device, self.fast_dtype, False, self._cache_enabled)
+        delegate.__enter__()  # type: ignore[no-untyped-call]
+        _autocast.push_delegate(self, delegate)
+        self._enter_mode(_export.Bake(self, _autocast.innermost))
+
+    def _show_as_mode(self) -> None:
+        if "torch._dynamo" in sys.modules and not _compat.dynamo_guards_on_autocast():
+            # Dynamo guards on the stack of modes in every torch. It costs each op 2 us there.
+            self._enter_mode(_Shown(self))
+
+    def _enter_mode(self, mode: TorchFunctionMode) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        _thread.modes.append((self, mode))
+
+    def _leave_modes(self) -> None:
+        modes = _thread.modes
+        at = next((i for i in reversed(range(len(modes))) if modes[i][0] is self), None)
+        if at is not None:  # below others too: a suspended generator may hold a region
+            _compat.take_mode_off(modes.pop(at)[1])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Dynamo comes here, for each function that it traces in the region.
+        _allow_in_graphs()
+        begin(self.index)
+        result = func(*args, **(kwargs or {}))
+        end(self.index)
+        return result
+
+    def __call__(self, func: Any) -> Any:
+        """Decorate ``func``: a function, a coroutine function or a generator function."""
+        if not callable(func):
+            return super().__call__(func)
+        return decorate(func, self._here)
+
+    def _here(self) -> Any:
+        if not torch.compiler.is_compiling():
+            return self
+        _allow_in_graphs()
+        return Traced(self.index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        ops = self._policy.given
+        return region, (self.device, self.fast_dtype, self._enabled, self._cache_enabled, ops)
+
+
+class _Shown(TorchFunctionMode):
+    """Stands for a region on the stack of modes, where Dynamo sees it."""
+
+    def __init__(self, region: PolicyRegion) -> None:
+        super().__init__()
+        self.index = region.index
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        _allow_in_graphs()
+        begin(self.index)
+        result = func(*args, **(kwargs or {}))
+        end(self.index)
+        return result
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[tuple[PolicyRegion, Any]] = []
+
+
+_thread = _Thread()
+_regions: list[PolicyRegion] = []
+_made: dict[tuple[Any, ...], PolicyRegion] = {}
+_by_arguments: dict[tuple[Any, ...], PolicyRegion] = {}
+_detect.on_clear(_by_arguments.clear)
+
+
+def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> PolicyRegion:
+    """The region of these arguments of ``autocast``, validated at the first call with them."""
+    content = ops if isinstance(ops, OpLists) else _content(ops)
+    arguments = (device, dtype, enabled, cache_enabled, content)
+    # By identity: equal keys such as 1 are no flags, and must not find what True has left here.
+    if (enabled is True or enabled is False) and (
+        cache_enabled is None or cache_enabled is True or cache_enabled is False
+    ):
+        try:
+            return _by_arguments[arguments]
+        except (KeyError, TypeError):
+            pass
+    if callable(device) and not isinstance(device, torch.nn.Module):
+        raise ArgumentTypeError(
+            "autocast() got a function and other arguments; write "
+            "@amphal.autocast(ops=...), which decorates the function below it"
+        )
+    made = region(*_settle.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
+    if enabled and dtype is None and not made._enabled:
+        _tell_of_no_effect(made.device)
+    if isinstance(device, Plan) or (device is not None and dtype is not None):
+        # Only answers that the environment has no part in.
+        _by_arguments[arguments] = made
+    return made
+
+
+@functools.cache
+def _tell_of_no_effect(device: str) -> None:
+    _warn.warn(
+        f"ops= has no effect: this region is full precision (no dtype was named, and the plan for "
+        f"{device!r} is fp32); name dtype='bf16' or 'fp16' for a region that casts",
+        PrecisionWarning,
+    )
+
+
+def _content(ops: Any) -> Any:
+    return tuple(ops.items()) if isinstance(ops, Mapping) else ops
+
+
+def region(
+    device: str, low: torch.dtype, on: bool, cache_enabled: bool | None, ops: Any
+) -> PolicyRegion:
+    """The one region of these settings, of which only ``ops`` is still to be validated."""
+    policy = _policy.policy(device, low, ops)
+    key = (device, low, on, cache_enabled, policy)
+    if key not in _made:
+        _made[key] = PolicyRegion(device, low, on, cache_enabled, policy)
+    return _made[key]
+
+
+def begin(index: int) -> None:
+    """In a graph: enter the region of this number."""
+    depth = len(_policy.owners())
+    _regions[index].__enter__()
+    _compat.when_trace_ends(functools.partial(_unwind, depth))
+
+
+def end(index: int) -> None:
+    """In a graph: leave the region of this number."""
+    _regions[index].__exit__()
+
+
+def _unwind(depth: int) -> None:
+    """Leave what a trace that failed had entered."""
+    for owner in reversed(_policy.owners()[depth:]):
+        owner.__exit__()
+
+
+class Traced:
+    """A region in a function that is being traced: all that it does is two calls in the graph."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        begin(self.index)
+
+    def __exit__(self, *exc: object) -> None:
+        end(self.index)
+
+
+def traced(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> Any:
+    """The region for a function that Dynamo traces."""
+    if isinstance(device, Plan):
+        dtype = device.dtype if dtype is None else dtype
+        device = device.device.type
+    elif isinstance(device, torch.device):
+        device = device.type
+    return Traced(_settled_index(device, dtype, enabled, cache_enabled, ops))
+
+
+@_compat.constant_in_graphs
+def _settled_index(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> int:
+    _allow_in_graphs()
+    return build(device, dtype, enabled, cache_enabled, ops).index
+
+
+@_compat.constant_in_graphs
+def _allow_in_graphs() -> None:
+    _compat.allow_in_graph(begin)
+    _compat.allow_in_graph(end)

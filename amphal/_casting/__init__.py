@@ -1,0 +1,1 @@
+"""Which ops autocast casts, and the kernels that do it."""

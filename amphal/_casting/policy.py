@@ -1,0 +1,291 @@
+"""``autocast(ops=...)``: a region with its own casting policy.
+
+The policy in force is the thread's. Its kernels stand on the device's autocast key, which is the
+process's, from the first region that needs them to the last; a kernel asks which policy its thread
+has and, if that does not name the op, does what would have been done without it. An op that no
+region names has no kernel here and costs nothing.
+
+torch.compile: the policy is also written into thread state that Dynamo guards on
+(``_compat.marker_devices``), so a function compiled under one policy never runs under another. A
+region inside a compiled function is two calls in the graph, :func:`begin` and :func:`end`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._torch import private as _compat
+from ..contract import op_names as _opnames
+from ..contract.op_lists import OpLists
+from ..errors import OpPolicyError, RegionStateError
+from . import installed as _registration
+from . import kernels as _kernels
+from . import live_lists as _ops
+from . import rules as _install
+from .kernels import PASS_BY
+
+__all__ = ["Effective", "Policy", "active", "current", "enter", "leave", "policy"]
+
+_Table = Mapping[str, str]
+
+
+class Policy:
+    """A validated ``ops=``: what each op is to do on one device type. Made once per content.
+
+    What the device does by itself is read once, and anew when a rule of
+    :func:`amphal.register_autocast_op` comes or goes; :func:`current` gives the one for now.
+    """
+
+    def __init__(
+        self, device: str, low: torch.dtype, table: _Table, whole: bool, given: Any
+    ) -> None:
+        self.device = device
+        self.given = given
+        self.low, self.generation = low, _generation[0]
+        self.key = _compat.autocast_key(device)
+        lists = dict(_ops.op_lists(device, low))
+        self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
+        rules = _install.registered_policies(device)
+        self.torchs = frozenset(op for op in self.builtin if op not in rules)
+        if whole:
+            # A whole set of lists speaks for every op: those that it leaves out are not cast.
+            table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
+        self.table = table
+
+
+_lock = threading.RLock()
+_generation = [0]
+_policies: dict[tuple[Any, ...], Policy] = {}
+
+
+def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> Policy:
+    """Validate ``ops`` for a device.
+
+    Raises:
+        ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
+    """
+    whole = isinstance(ops, OpLists)
+    table = _opnames.expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    if whole:
+        table = {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
+    content = (device, low, whole, tuple(sorted(table.items())))
+    with _lock:
+        if content not in _policies:
+            given = ops if isinstance(ops, OpLists) else dict(ops)
+            _policies[content] = Policy(device, low, table, whole, given)
+        return _policies[content]
+
+
+def current(made: Policy) -> Policy:
+    """The policy of the same content that holds now: ``made``, if no rule came or went since."""
+    if made.generation == _generation[0]:
+        return made
+    return policy(made.device, made.low, made.given)
+
+
+def _lists_changed() -> None:
+    with _lock:
+        _generation[0] += 1
+        _policies.clear()
+        _effectives.clear()
+        _outermost.clear()
+
+
+class Effective:
+    """The policy in force in a thread: the regions it is in, merged, the innermost winning."""
+
+    def __init__(self, tables: dict[str, _Table], builtins: dict[str, Policy]) -> None:
+        self.tables = tables
+        self.builtins = builtins
+        self.actions: dict[tuple[str, str], _kernels.Action] = {}
+        changed = {}
+        for key, table in tables.items():
+            policy = builtins[key]
+            for op, wanted in table.items():
+                if not _same(op, wanted, policy.builtin.get(op, PASS_BY)):
+                    self.actions[op, key] = _kernels.action(op, wanted, policy.device)
+                    changed[op, key] = wanted
+        self.kernels = _registration.KernelSet(
+            {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions},
+            added=[(op, key) for op, key in self.actions if op not in builtins[key].torchs],
+        )
+        self.marks = _marks(frozenset(changed.items()))
+        self.within: dict[Policy, Effective] = {}
+
+
+_functions: dict[tuple[str, str, bool], Any] = {}
+
+
+def _kernel(op: str, key: str, policy: Policy) -> Any:
+    """The one kernel of an op that regions name: the thread's own policy, else what torch does."""
+    found = (op, key, op in policy.torchs)
+    if found not in _functions:
+        _functions[found] = _make_kernel(op, key, policy)
+    return _functions[found]
+
+
+def _make_kernel(op: str, key: str, policy: Policy) -> Any:
+    pair, thread = (op, key), _thread
+    otherwise = _built_in(op, key, policy)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        effective = thread.active
+        if effective is not None:
+            run = effective.actions.get(pair)
+            if run is not None:
+                return run(keyset, args, kwargs)
+        return otherwise(keyset, args, kwargs)
+
+    return kernel
+
+
+def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
+    if op not in policy.torchs:
+        return _install.rule_or_pass_by(op, policy.device)
+    handle = _compat.kernel_handle(_opnames.qualified(op), key)
+    if handle is None:
+        return _kernels.action(op, policy.builtin[op], policy.device)
+    call = handle.call_boxed
+    return lambda keyset, args, kwargs: call(keyset, *args, **kwargs)
+
+
+def _same(op: str, wanted: str, builtin: str) -> bool:
+    """Whether torch does by itself what is wanted, so that no kernel is needed."""
+    if wanted == "fp32":
+        return builtin in ("fp32", "fp32_set_opt_dtype")
+    if wanted == "as_is" and builtin == PASS_BY:
+        return not _compat.is_composite(_opnames.op_overload(op))
+    return wanted == builtin
+
+
+Marks = tuple[tuple[str, torch.dtype], ...]
+_known_marks: dict[frozenset[Any], Marks] = {}
+_effectives: dict[frozenset[Any], Effective] = {}
+_outermost: dict[Policy, Effective] = {}
+_install.on_change(_lists_changed)
+
+
+def _marks(changes: frozenset[Any]) -> Marks:
+    """How to mark a thread that has these changes in force: a dtype for each marker device.
+
+    By their content, so that the marks mean the same in every process that shares a disk cache of
+    compiled graphs.
+    """
+    if not changes or not _compat.dynamo_guards_on_autocast():
+        return ()
+    if changes not in _known_marks:
+        dtypes = _compat.all_dtypes()
+        places = list(_compat.marker_devices())
+        capacity = len(dtypes) ** len(places)
+        taken = set(_known_marks.values())
+        digest = hashlib.sha256(repr(sorted(changes)).encode()).digest()
+        start = int.from_bytes(digest[:8], "big")
+        for code in range(start, start + capacity):
+            digits = [code // len(dtypes) ** i % len(dtypes) for i in range(len(places))]
+            marks = tuple((p, dtypes[d]) for p, d in zip(places, digits, strict=True))
+            if marks not in taken:
+                break
+        else:
+            raise OpPolicyError(
+                f"this process has used {capacity} different casting policies, which is all that "
+                "can be told apart under torch.compile; reuse policies instead of making new ones"
+            )
+        _known_marks[changes] = marks
+    return _known_marks[changes]
+
+
+def _merge(outer: Effective | None, inner: Policy) -> Effective:
+    """The one record of ``inner`` within ``outer``."""
+    with _lock:
+        tables = dict(outer.tables) if outer else {}
+        builtins = dict(outer.builtins) if outer else {}
+        tables[inner.key] = {**tables.get(inner.key, {}), **inner.table}
+        builtins[inner.key] = inner
+        content: frozenset[Any] = frozenset(
+            (key, op, p) for key, t in tables.items() for op, p in t.items()
+        )
+        content |= {(key, policy.generation) for key, policy in builtins.items()}
+        if content not in _effectives:
+            _effectives[content] = Effective(tables, builtins)
+        effective = _effectives[content]
+        (_outermost if outer is None else outer.within)[inner] = effective
+        return effective
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[object, Effective]] = []
+        self.active: Effective | None = None
+
+
+_thread = _Thread()
+
+
+def active() -> Effective | None:
+    """The policy in force in this thread."""
+    return _thread.active
+
+
+def owners() -> list[Any]:
+    """Whoever entered the policies of this thread, outermost first."""
+    return [owner for owner, _ in _thread.stack]
+
+
+def enter(owner: object, inner: Policy) -> None:
+    """Put ``inner`` in force in this thread until ``owner`` leaves, over the policies that are."""
+    thread = _thread
+    outer = thread.active
+    effective = (_outermost if outer is None else outer.within).get(inner) or _merge(outer, inner)
+    effective.kernels.hold()
+    depth = len(thread.stack)
+    try:
+        thread.stack.append((owner, effective))
+        thread.active = effective
+        _show(outer, effective)
+    except BaseException:
+        del thread.stack[depth:]
+        thread.active = outer
+        effective.kernels.drop()
+        raise
+
+
+def leave(owner: object) -> None:
+    """Undo the last :func:`enter` of ``owner`` in this thread, even below a later one.
+
+    Raises:
+        RegionStateError: there was none. Nothing was changed.
+    """
+    thread = _thread
+    stack = thread.stack
+    at = next((i for i in reversed(range(len(stack))) if stack[i][0] is owner), None)
+    if at is None:
+        raise RegionStateError(
+            "an autocast region with ops= was left in a thread that had not entered it, or left "
+            "twice; enter and leave a region in the same thread (use 'with')"
+        )
+    _, effective = stack.pop(at)
+    before, thread.active = thread.active, stack[-1][1] if stack else None
+    _show(before, thread.active)
+    effective.kernels.drop()
+
+
+def _show(before: Effective | None, now: Effective | None) -> None:
+    """Write the thread's policy where Dynamo looks: it was ``before``, it is ``now``."""
+    old: Marks = before.marks if before is not None else ()
+    new: Marks = now.marks if now is not None else ()
+    if new is old:
+        return
+    if not new or not old:
+        _compat.keep_graphs_off_disk(bool(new))
+    found = _compat.marker_devices()
+    for device, _ in old:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, found[device])
+    for device, dtype in new:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)

@@ -1,0 +1,245 @@
+"""Autocast kernels for what has none: a device whose maker brings none, and third-party ops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .._choice import choose as _detect
+from .._torch import private as _compat
+from ..contract import op_names as _opnames
+from ..contract import registry as _registry
+from ..contract.guard import declared_lists
+from ..contract.records import LOW_PRECISION
+from ..errors import ArgumentError, ArgumentTypeError, BackendError, OpPolicyError
+from . import installed as _registration
+from . import kernels as _kernels
+
+__all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
+
+_lock = threading.Lock()
+_installed: dict[str, Any] = {}
+
+
+def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
+    """Install the lists that a backend declares, if its tensors would raise under autocast.
+
+    That is so where nobody has put a fallthrough on the device's autocast key: then every op on its
+    tensors fails in a region. Done once a device, for the rest of the process.
+    """
+    if device_type in _installed:
+        return
+    key = _compat.autocast_key(device_type)
+    with _lock:
+        if device_type in _installed:
+            return
+        if _compat.has_fallthrough(key):
+            _installed[device_type] = None
+            return
+        backend = _registry.get_backend(device_type)
+        tables = {low: dict(declared_lists(backend, low)) for low in {dtype, *LOW_PRECISION}}
+        for op, policy in sorted({pair for table in tables.values() for pair in table.items()}):
+            reason = _opnames.refusal(op, policy) if _opnames.is_defined(op) else None
+            if reason is not None:
+                raise BackendError(
+                    f"op_lists() of the backend {device_type!r} declares {op!r} {policy!r}, which "
+                    f"makes no sense: {reason}"
+                )
+        actions = {
+            (op, key): _static(_by_dtype(op, tables, device_type))
+            for op in sorted(set().union(*tables.values()))
+            if _opnames.is_defined(op)
+            and not {t.get(op, "as_is") for t in tables.values()} <= {"as_is", "unclassified"}
+        }
+        fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+        kernels = _registration.Kernels(actions)
+        kernels.put()
+        _installed[device_type] = (fallthrough, kernels)
+
+
+def _by_dtype(
+    op: str, tables: Mapping[torch.dtype, Mapping[str, str]], device_type: str
+) -> _kernels.Action:
+    """What the lists of the region's dtype say of ``op``; they may differ between dtypes."""
+    pass_by = _kernels.PASS_BY
+    policies = {low: table.get(op, pass_by) for low, table in tables.items()}
+    cast_not = ("as_is", "unclassified")
+    actions = {
+        low: _kernels.action(op, pass_by if policy in cast_not else policy, device_type)
+        for low, policy in policies.items()
+    }
+    if len(set(policies.values())) == 1:
+        return next(iter(actions.values()))
+    other = _kernels.action(op, pass_by, device_type)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = torch.get_autocast_dtype(device_type)
+        return actions.get(low, other)(keyset, args, kwargs)
+
+    return run
+
+
+def installed(device_type: str) -> bool:
+    """Whether the device's autocast kernels are those that amphal made of its declared lists."""
+    return _installed.get(device_type) is not None
+
+
+def needs_kernels(device_type: str) -> bool:
+    """Whether the device's tensors would raise under autocast now."""
+    return not _compat.has_fallthrough(_compat.autocast_key(device_type))
+
+
+def _static(run: _kernels.Action) -> Callable[..., Any]:
+    return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
+
+
+class AutocastOp:
+    """An op's registered autocast rule; :meth:`remove` takes it back."""
+
+    def __init__(self, names: tuple[str, ...], policy: str, device_types: tuple[str, ...]) -> None:
+        self.ops = names
+        self.policy = policy
+        self.device_types = device_types
+        self._kernels: list[_registration.Kernels] = []
+        self._actions: dict[tuple[str, str], _kernels.Action] = {}
+
+    def remove(self) -> None:
+        """Take the rule back: the op is no longer cast on these devices."""
+        with _lock:
+            for device in self.device_types:
+                for op in self.ops:
+                    if _rules.get((device, op)) is self:
+                        del _rules[device, op]
+            for kernels in self._kernels:
+                _registration.linger(kernels)
+            self._kernels.clear()
+            _changed()
+
+    def __repr__(self) -> str:
+        devices = ", ".join(self.device_types)
+        return f"<AutocastOp {', '.join(self.ops)}: {self.policy} on {devices}>"
+
+
+_rules: dict[tuple[str, str], AutocastOp] = {}
+_on_change: list[Callable[[], object]] = []
+
+
+def on_change(callback: Callable[[], object]) -> None:
+    """Call ``callback`` whenever a rule is registered or removed: lists made before are stale."""
+    _on_change.append(callback)
+
+
+def _changed() -> None:
+    for callback in _on_change:
+        callback()
+
+
+def rule_or_pass_by(op: str, device: str) -> _kernels.Action:
+    """What the rule for an op that torch does not list does now; without one, autocast passes by.
+
+    Kernels for such an op may outlive its rule, see :class:`amphal._registration.KernelSet`.
+    """
+    pass_by = _kernels.action(op, _kernels.PASS_BY, device)
+    pair = (device, op)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = _rules.get(pair)
+        return (pass_by if rule is None else rule._actions[pair])(keyset, args, kwargs)
+
+    return run
+
+
+def registered_policies(device_type: str) -> dict[str, str]:
+    """The ops that :func:`register_autocast_op` gave a rule on this device, with their policies."""
+    return {op: rule.policy for (device, op), rule in list(_rules.items()) if device == device_type}
+
+
+def register_autocast_op(
+    op: Any, policy: str, device_types: str | Iterable[str] | None = None
+) -> AutocastOp:
+    """Give an op that torch's autocast does not list a casting policy, on every device or some.
+
+    For custom ops and those of extensions, such as a fused attention. The dtype is that of the
+    region at each call. It works on every torch from 2.6 and for every device type that has
+    autocast; ``torch.library.register_autocast`` does since 2.13, with the dtype fixed.
+
+    Args:
+        op: a name (``"mylib::attention"``), an op of ``torch.ops``, or what
+            ``torch.library.custom_op`` made. A bare name means all its overloads.
+        policy: ``"lower_precision"``, ``"fp32"`` or ``"promote"``; ``"as_is"`` shields what the op
+            is made of.
+        device_types: one device type or several; None for all that have a backend.
+
+    Returns:
+        A handle; its ``remove()`` undoes the registration.
+
+    Raises:
+        OpPolicyError: no such op, a policy that makes no sense for it, or one that is listed on
+            one of the devices already (``autocast(ops=...)`` changes those). Nothing was changed.
+    """
+    table = _opnames.expand({_name(op): policy})
+    devices = _devices(device_types)
+    with _lock:
+        for device in devices:
+            key = _compat.autocast_key(device)
+            # What a region left for other threads' sake does not count: it does what rules say.
+            left = _registration.temporary_names(key) - _registration.temporary_names(key, True)
+            left -= {name for name in table if (device, name) in _rules}
+            listed = [
+                name
+                for name in table
+                if name not in left and _compat.has_kernel(_opnames.qualified(name), key)
+            ]
+            if listed:
+                rule = _rules.get((device, listed[0]))
+                by = (
+                    f"amphal, as {rule.policy!r}; call remove() on what register_autocast_op() gave"
+                    if rule
+                    else ("torch or an extension; change it with amphal.autocast(ops=...)")
+                )
+                raise OpPolicyError(
+                    f"{listed[0]!r} already has an autocast rule on {device!r}, by {by}"
+                )
+        rule = AutocastOp(tuple(table), policy, devices)
+        for device in devices:
+            key = _compat.autocast_key(device)
+            rule._actions.update({(device, n): _kernels.action(n, policy, device) for n in table})
+            run = {(n, key): _static(rule_or_pass_by(n, device)) for n in table}
+            kernels = _registration.Kernels(run)
+            kernels.put()
+            rule._kernels.append(kernels)
+            _rules.update({(device, name): rule for name in table})
+        _changed()
+    return rule
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op._name.removeprefix("aten::")
+    name = getattr(op, "_qualified_op_name", None) or getattr(op, "_qualname", None)
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            "op must be a name such as 'mylib::attention', an op of torch.ops or one made by "
+            f"torch.library.custom_op, got {type(op).__name__}"
+        )
+    return name
+
+
+def _devices(device_types: Any) -> tuple[str, ...]:
+    if device_types is None:
+        rows = _registry.registered_backends().items()
+        names = [name for name, row in rows if row.backend is not None]
+        return tuple(n for n in names if _compat.autocast_available(n))
+    given = [device_types] if isinstance(device_types, str) else list(device_types)
+    names = [_detect.named_device(d, what="device_types")[0] for d in given]
+    for name in names:
+        _registry.get_backend(name)
+        if not _compat.autocast_available(name):
+            raise ArgumentError(f"torch has no autocast for device type {name!r}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,342 @@
+"""How a gradient scaler checks, unscales and steps: one decision for optimizers and ranks."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from ..errors import ArgumentError, ScalerStateError
+from . import arguments as rules
+from . import clip as _clip
+from . import gradients as _grads
+from . import names as _grad_names
+from . import state_dict as _scaler_state
+from .outcome import STEPPED, StepOutcome
+from .scale import Scale, State
+
+__all__ = ["Stepper", "drop_stale_casts", "is_fused", "needs_host", "out_of_order"]
+
+
+class Stepper(Scale):
+    """The part of a scaler that handles gradients and optimizers."""
+
+    _process_group: Any
+
+    def _state_of(self, optimizer: Any) -> State:
+        states, key = self._per_optimizer_states, id(optimizer)
+        if key not in states:  # torch.compile loses an entry that a default factory has made
+            states[key] = _refresh_per_optimizer_state()
+        state = states[key]
+        state["optimizer"] = optimizer  # also keeps its id from being used again
+        return state
+
+    def _forget_untouched(self) -> None:
+        """Before an error: leave no entry of an optimizer to which nothing has happened."""
+        states = self._per_optimizer_states
+        for key, state in list(states.items()):
+            if state["stage"] is OptState.READY and not state["found_inf_per_device"]:
+                del states[key]
+
+    def _gather(
+        self, optimizer: Any, *, allow_fp16: bool = False, coalesce: bool = False
+    ) -> _grads.Groups:
+        groups = _grads.gather(_grads.params_of(optimizer), coalesce=coalesce)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
+            self._forget_untouched()
+            names = _grad_names.names_of_half(optimizer, self._names())
+            raise ArgumentError(
+                "the parameters are float16, so their gradients cannot be unscaled: "
+                f"{_grad_names.listed(names)}. Keep the parameters in float32 (no model.half()) "
+                "and let autocast cast them"
+            )
+        return groups
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """torch's inner hook: unscale every gradient, give a flag per device."""
+        groups = self._gather(optimizer, allow_fp16=allow_fp16)
+        return _grads.unscale_(
+            groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
+        )
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        """torch's hook for fused optimizers: the flags, with the gradients as they are."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        groups = self._gather(optimizer)
+        state = self._state_of(optimizer)
+        sure = self._lower_bound() >= 1.0
+        if _grads.is_plain(groups) and not (sure and self._native):
+            state["found_inf_per_device"] = _grads.probe(groups, scale)
+        elif sure:
+            state["found_inf_per_device"] = _grads.check(groups)
+        else:
+            self.unscale_(optimizer)
+        flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        return flags
+
+    def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        flags: dict[torch.device, Tensor] = self._state_of(optimizer)["found_inf_per_device"]
+        return flags
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, in place, and check them. No sync.
+
+        Optional: :meth:`step` does it. Needed only to look at the gradients or change them before;
+        to clip them, :meth:`clip_grad_norm_` is cheaper.
+
+        Raises:
+            MissingCallError: no loss was scaled yet.
+            ScalerStateError: unscaled, clipped or stepped already since the last :meth:`update`.
+            ArgumentError: the parameters are float16; the message names them.
+        """
+        rules.optimizer(optimizer)
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is not OptState.READY:
+            raise out_of_order("unscale_", state)
+        # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
+        inverse = scale.reciprocal()
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, inverse, False)
+        state["stage"] = OptState.UNSCALED
+
+    def _step_together(
+        self,
+        optimizers: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        veto: Tensor | None = None,
+    ) -> list[Any]:
+        """One decision for all; ``veto`` is a flag that skips without counting as an overflow.
+
+        With a process group the veto becomes what its ranks agreed on.
+        """
+        self._check_scale_growth_tracker("step")
+        states = [self._state_of(optimizer) for optimizer in optimizers]
+        for state in states:
+            if state["stage"] is OptState.STEPPED:
+                self._forget_untouched()
+                raise out_of_order("step", state)
+        if len(optimizers) > 1:
+            for optimizer in optimizers:  # refuse before anything is unscaled
+                self._gather(optimizer)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if state["stage"] is OptState.READY and not _takes_scaler(optimizer):
+                if is_fused(optimizer):
+                    self._check_inf_per_device(optimizer)
+                else:
+                    self.unscale_(optimizer)
+        for state in states:
+            state["nothing"] = not state["found_inf_per_device"]
+        flag, veto = self._agree(states, veto)
+        skip = None
+        if flag is not None and any(map(needs_host, optimizers)):
+            flag, skip = self._ask(states, flag, veto)
+        gate = flag if veto is None or flag is None else torch.maximum(flag, veto)
+        return [
+            self._step_one(optimizer, state, gate, skip, args, kwargs)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        ]
+
+    def _agree(
+        self, states: list[State], veto: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One flag and one veto for all these optimizers, and for all ranks if there is a group."""
+        assert self._scale is not None
+        flags = [f for state in states for f in state["found_inf_per_device"].values()]
+        flag = _grads.any_flag(flags, self._scale.device)
+        alone = self._process_group is None
+        if not alone:
+            both = [torch.zeros_like(self._scale) if flag is None else flag]
+            if veto is not None:
+                both.append(veto.to(both[0]).reshape(both[0].shape))
+            flag, *rest = self._all_reduce(torch.stack(both))  # one collective for the two
+            veto = veto.copy_(rest[0].reshape(veto.shape)) if veto is not None else None
+        if flag is not None and (len(states) > 1 or len(flags) > 1 or not alone):
+            _set_flag(states, flag)
+        return flag, veto
+
+    def _ask(self, states: list[State], flag: Tensor, veto: Tensor | None) -> tuple[Tensor, bool]:
+        """Let the host know the decision: one sync. The flag, and whether to skip."""
+        if veto is None:
+            found = skip = bool(flag.item())
+        else:
+            both = (flag != 0) + 2 * (veto.to(flag.device) != 0)
+            code = int(both.item())  # in one transfer
+            found, skip = bool(code & 1), bool(code)
+        if found and self._process_group is None and any("recheck" in s for s in states):
+            exact = _clip.recheck(self, states)
+            if exact is not None:
+                flag, found = exact, bool(exact.item())
+                _set_flag(states, flag)
+                skip = found or (veto is not None and bool(veto.item()))
+        for state in states:
+            state["found"] = found
+        return flag, skip
+
+    def _all_reduce(self, flags: Tensor) -> Tensor:
+        """The largest over the ranks of each of these flags, which are overwritten."""
+        if self._process_group is _scaler_state.LOST:
+            raise ScalerStateError(
+                "this scaler had a process group when it was pickled, which cannot travel; "
+                "set scaler.process_group to the group of this process, or to None"
+            )
+        import torch.distributed as dist
+
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._process_group)
+        return flags
+
+    def _step_one(
+        self,
+        optimizer: Any,
+        state: State,
+        flag: Tensor | None,
+        skip: bool | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        result = None
+        if _takes_scaler(optimizer):
+            result = self._step_with_scaler(optimizer, args, kwargs)
+            flag = _grads.any_flag(state["found_inf_per_device"].values(), self._scale.device)  # type: ignore[union-attr]
+            outcome = StepOutcome(flag if flag is not None else False)
+        elif state["nothing"]:
+            outcome = StepOutcome(False, nothing_to_do=True)
+        else:
+            assert flag is not None
+            outcome = StepOutcome(flag if skip is None else skip)
+            if is_fused(optimizer) and (state["stage"] is OptState.READY or "divisor" in state):
+                state["held"] = flag
+            if not is_fused(optimizer):
+                result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
+            elif not skip:
+                result = self._step_fused(optimizer, state, flag, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        self._finish_step(optimizer, outcome)
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any
+    ) -> Any:
+        """torch's inner hook: step unless a flag is set."""
+        skip = optimizer_state.get("skip")
+        if skip is None:
+            skip = any(v.item() for v in optimizer_state["found_inf_per_device"].values())
+        return None if skip else optimizer.step(*args, **kwargs)
+
+    def _step_fused(
+        self,
+        optimizer: Any,
+        state: State,
+        flag: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Hand the divisor and the flag to an optimizer that unscales and skips by itself."""
+        divisor = state.get("divisor")
+        if state["stage"] is OptState.READY:
+            divisor = self._get_scale_async()
+        own = getattr(optimizer, "grad_scale", None)  # one that the user has set already
+        if own is not None:
+            divisor = own if divisor is None else divisor * own
+        optimizer.grad_scale, optimizer.found_inf = divisor, flag
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
+
+    def _step_with_scaler(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step takes grad_scaler=, which torch is about to stop "
+            "passing; let it read the attributes grad_scale and found_inf instead",
+            FutureWarning,
+            stacklevel=5,
+        )
+        return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+
+    def _finish_step(self, optimizer: Any, outcome: StepOutcome) -> None:
+        latest = self._latest
+        if outcome is not STEPPED or latest is None or latest() is not optimizer:
+            self._outcomes[optimizer] = outcome
+            self._latest = weakref.ref(optimizer) if outcome is STEPPED else None
+        self._stepped = True
+        if not outcome.nothing_to_do:
+            drop_stale_casts()
+
+
+def drop_stale_casts() -> None:
+    """Inside a region, forget autocast's casts of the weights: the weights have changed."""
+    inside = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    if inside:
+        torch.clear_autocast_cache()
+
+
+def is_fused(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def needs_host(optimizer: Any) -> bool:
+    """Whether the host must know the decision before it calls the optimizer's step."""
+    if not is_fused(optimizer):
+        return True
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
+            # memory that nobody wrote, and steps with it next time (2.6 to 2.14).
+            first = next((p for p in group["params"] if p.grad is not None), None)
+            if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+                return True
+    return False
+
+
+_signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _takes_scaler(optimizer: Any) -> bool:
+    """torch's older contract: a fused optimizer whose ``step`` takes ``grad_scaler=``."""
+    if not is_fused(optimizer):
+        return False
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    if torch.compiler.is_compiling():  # which does not trace weak keys
+        return "grad_scaler" in inspect.signature(step).parameters
+    try:
+        return _signatures[step]
+    except (KeyError, TypeError):
+        answer = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        try:
+            _signatures[step] = answer
+        except TypeError:
+            pass  # a callable that cannot be referred to weakly: asked again each time
+        return answer
+
+
+def _set_flag(states: list[State], flag: Tensor) -> None:
+    for state in states:
+        state.setdefault("own", state["found_inf_per_device"])
+        state["found_inf_per_device"] = {flag.device: flag}
+
+
+def out_of_order(method: str, state: State) -> ScalerStateError:
+    if state["stage"] is OptState.STEPPED:
+        return ScalerStateError(
+            f"{method}() was called after step() of the same optimizer: "
+            "call scaler.update() first, which ends the iteration"
+        )
+    done = "clip_grad_norm_()" if "divisor" in state or "recheck" in state else "unscale_()"
+    return ScalerStateError(
+        f"{method}() was called after {done}, which has unscaled this optimizer's gradients "
+        "already: call it once for all micro-batches together, then scaler.step(optimizer) and "
+        "scaler.update()"
+    )

@@ -1,0 +1,1 @@
+"""What amphal knows of torch beyond its public interface."""

@@ -1,0 +1,262 @@
+"""``tune()``: measure the user's own step under each precision, and take the fastest that is right.
+
+Its parts: the candidates (``_candidates``), what the step can reach (``_state_search``) and its
+copy (``_snapshot``), the step and its results (``_tune_step``), the race and its decisions
+(``_race``), what is shown (``_tune_show``) and kept (``_tune_cache``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+
+from .. import _environment as _env
+from .._choice import choice as _plan
+from .._choice import choose as _detect
+from .._choice.choice import Plan
+from .._torch import matmul as _matmul
+from .._torch import private as _compat
+from ..contract import registry as _registry
+from ..contract.records import Backend
+from ..contract.spelling import DeviceLike, PrecisionLike
+from ..errors import ArgumentError, TuneError
+from . import candidates as _candidates
+from .arguments import Together, common, seconds, together_in, tolerance_of
+from .cache import Cache
+from .decisions import Lane, fastest, ratio_to, spread_of, winner
+from .race import Race
+from .reach import reachable
+from .sentences import Measurement
+from .show import drawer, progress_bar
+from .snapshot import Snapshot
+from .step import Step
+
+__all__ = ["tune"]
+
+_one_at_a_time = threading.RLock()
+
+
+def tune(
+    step: Callable[..., Any],
+    *,
+    candidates: Iterable[PrecisionLike | Plan] | None = None,
+    budget_s: float = 10,
+    device: DeviceLike | None = None,
+    state: Iterable[object] | None = None,
+    rtol: float | None = 0.05,
+    progress: bool = True,
+    chart: str | PathLike[str] | None = None,
+    cache: str | None = None,
+    process_group: Any = None,
+) -> Plan:
+    """Run ``step`` under each precision that this hardware can do, and return the fastest plan.
+
+    Every candidate starts from the same state and the same random numbers. One whose losses are
+    not finite, or not close to those of the most precise, is dropped. The others are timed in
+    interleaved rounds. Afterwards the state is as it was before, also when something is raised.
+
+    Args:
+        step: one step of the user's work: ``step(plan)`` enters ``plan.autocast()`` itself;
+            ``step(plan, scaler)`` also gets a scaler, one a candidate; ``step()`` runs inside the
+            candidate's region and must not train. It returns the loss (a tensor or a number), an
+            output tensor, or None.
+        candidates: names (``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp32:high"``,
+            ``"fp32:medium"``), torch dtypes or plans. None: all that the hardware can do, or what
+            ``AMPHAL_PRECISION`` names.
+        budget_s: seconds to measure. Each candidate's first step, which may compile, comes on top,
+            and three rounds are always made.
+        device: where the step runs; None as for :func:`detect`.
+        state: what the step changes. None: what it can reach through its closure, its ``self``,
+            ``functools.partial`` and the globals that it names. Iterators cannot be put back.
+        rtol: how far losses or outputs may be from the most precise candidate's, relative. None
+            compares nothing.
+        progress: a bar on stderr, where that is a terminal.
+        chart: ``"text"`` prints bars; the path of a ``.png`` file saves a chart.
+        cache: a name for this step. The answer is kept in the user's cache folder for this
+            hardware, torch, amphal, number of threads and list of candidates, and read next time.
+        process_group: measure in lock step with the ranks of this group, by its slowest. Required
+            where there are several ranks.
+
+    Returns:
+        The plan: ``plan.measured`` has a row a candidate, ``plan.explain()`` tells them.
+
+    Raises:
+        TuneError: no candidate could be chosen; each one's reason is told.
+        ArgumentError, ArgumentTypeError: arguments, a step or a result that cannot be used.
+        MissingExtraError: a PNG was asked for and matplotlib is missing.
+    """
+    own = Step(step)
+    budget, tolerance = seconds("budget_s", budget_s), tolerance_of(rtol)
+    draw = drawer(chart)
+    together = together_in(process_group)
+    unmeasured = _detect.detect(device)
+    backend = _registry.get_backend(unmeasured.hardware.device_type)
+    matmuls = dict(backend.float32_matmul(unmeasured.hardware))
+    plans = _plans(candidates, unmeasured, backend, matmuls)
+    plans = common(plans, together)
+    preferred = together(_candidates.name_of(unmeasured, matmuls))[0]
+    entry = None if cache is None else Cache(cache, _key(unmeasured, plans, tolerance))
+
+    found = _recall(entry, together)
+    source = "measured before, read from the cache" if found else ""
+    if found is None:
+        reached = reachable(step) if state is None else (_owners(state), [])
+        with _one_at_a_time, progress_bar(progress) as tell:
+            found = _measure(
+                own,
+                plans,
+                reached,
+                backend,
+                preferred,
+                together,
+                {"budget": budget, "rtol": tolerance, "progress": tell},
+            )
+        if entry is not None:
+            entry.write(*found)
+    chosen, rows = found
+    draw(rows, chosen, f"{unmeasured.hardware.name}: {chosen} chosen")
+    reasons = _candidates.reasons(plans[chosen], unmeasured, rows, chosen, source)
+    return replace(plans[chosen], reasons=reasons, measured=rows)
+
+
+class _World:
+    """The step, its state and its device, as a race sees them."""
+
+    def __init__(
+        self, step: Step, plans: dict[str, Plan], snapshot: Snapshot, backend: Backend
+    ) -> None:
+        self._step, self._plans, self._snapshot = step, plans, snapshot
+        self._calls = {name: step.caller(name, plan) for name, plan in plans.items()}
+        self.wait: Callable[[], None] = backend.synchronize or (lambda: None)
+        if step.takes == 0 and snapshot.has_optimizer():
+            raise self._must_not_train("it reaches an optimizer")
+
+    def step(self, name: str) -> Any:
+        return self._calls[name]()
+
+    def skips(self, name: str) -> int:
+        return self._step.skips(name)
+
+    def compiled(self) -> int:
+        return _compat.frames_compiled()
+
+    def within(self, name: str) -> AbstractContextManager[None]:
+        return self._plans[name].matmul()
+
+    def reset(self) -> None:
+        if self._step.takes == 0 and self._snapshot.gradients_changed():
+            raise self._must_not_train("it left gradients")
+        self._snapshot.restore()
+
+    @staticmethod
+    def _must_not_train(why: str) -> ArgumentError:
+        return ArgumentError(
+            f"step() takes no argument, so it runs inside the candidate's region as a whole, and "
+            f"a backward pass or an optimizer's step does not belong there: {why}. Write "
+            "step(plan, scaler), with the forward pass inside plan.autocast(); if it is inference, "
+            "name what it changes: state=[model]"
+        )
+
+
+def _measure(
+    step: Step,
+    plans: dict[str, Plan],
+    reached: tuple[Iterable[object], Iterable[object]],
+    backend: Backend,
+    preferred: str,
+    together: Together,
+    how: dict[str, Any],
+) -> tuple[str, tuple[Measurement, ...]]:
+    device = next(iter(plans.values())).device
+    owners, plain = reached
+    snapshot = Snapshot(owners, device, plain)
+    try:
+        world = _World(step, plans, snapshot, backend)
+        names = _candidates.by_precision(plans)
+        race = Race(names, world, clock=time.perf_counter, together=together, **how)
+        lanes = race.run()
+    finally:
+        snapshot.restore()
+        snapshot.forget()
+    if not any(lane.running for lane in lanes):
+        reasons = "; ".join(f"{lane.name}: {lane.dropped}" for lane in lanes)
+        error = next((lane.error for lane in lanes if lane.error is not None), None)
+        raise TuneError(
+            f"no candidate could be chosen: {reasons}. If the reason is the step's own, run it "
+            "once without tune()"
+        ) from error
+    return winner(lanes, preferred).name, _rows(lanes)
+
+
+def _rows(lanes: Sequence[Lane]) -> tuple[Measurement, ...]:
+    base = fastest([lane for lane in lanes if lane.running])
+    # The last step that everybody has a result of, so that losses in one table can be compared.
+    last = min((len(lane.seen) for lane in lanes if not lane.dropped and lane.seen), default=0) - 1
+    rows = []
+    for lane in lanes:
+        timed = bool(lane.samples) and not lane.dropped
+        seen = lane.seen[last] if 0 <= last < len(lane.seen) else None
+        loss = seen.loss if seen is not None else None
+        rows.append(
+            Measurement(
+                candidate=lane.name,
+                seconds=statistics.median(lane.samples) if timed else None,
+                ratio=statistics.median(ratio_to(base, lane)) if timed else None,
+                spread=spread_of(lane) if timed else None,
+                rounds=len(lane.samples),
+                loss=loss if loss is not None and math.isfinite(loss) else None,
+                dropped=bool(lane.dropped),
+                note=lane.dropped or lane.stopped,
+            )
+        )
+    return tuple(rows)
+
+
+def _plans(given: Any, base: Plan, backend: Backend, matmuls: dict[str, str]) -> dict[str, Plan]:
+    can_scale = _plan.has_scaler(backend, backend.scaler(base.hardware))
+    if given is not None:
+        return _candidates.named_candidates(given, base, matmuls, can_scale)
+    named = _env.read(_env.PRECISION)
+    if named.lower() not in ("", "auto"):  # detect() has checked it
+        return _candidates.named_candidates([base.dtype], base, matmuls, can_scale)
+    return _candidates.usual_candidates(base, matmuls, _matmul.current(), can_scale)
+
+
+def _key(base: Plan, plans: dict[str, Plan], rtol: float | None) -> dict[str, Any]:
+    from .. import __version__
+
+    return {
+        "hardware": base.hardware.to_dict(),
+        "device": str(base.device),
+        "torch": torch.__version__,
+        "amphal": __version__,
+        "threads": torch.get_num_threads(),
+        "candidates": {name: plan.use_scaler for name, plan in plans.items()},
+        "matmul": _matmul.current(),
+        "rtol": rtol,
+    }
+
+
+def _recall(entry: Cache | None, together: Together) -> tuple[str, tuple[Measurement, ...]] | None:
+    """The entry, if every rank has one of the same choice."""
+    if entry is None:
+        return None
+    found = entry.read()
+    chosen = {None if answer is None else answer for answer in together(found and found[0])}
+    return found if len(chosen) == 1 else None
+
+
+def _owners(state: Any) -> list[object]:
+    try:
+        return list(state) if not isinstance(state, torch.nn.Module) else [state]
+    except TypeError:
+        return [state]  # one object; the snapshot says whether it is a right one

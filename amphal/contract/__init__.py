@@ -1,0 +1,1 @@
+"""What a backend declares, and who has declared one."""
