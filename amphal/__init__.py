@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._autocast.autocast import autocast
+from ._version import __version__ as __version__
 from .errors import (
     AmphalError,
     AmphalWarning,
@@ -43,13 +44,12 @@ if TYPE_CHECKING:
     from ._autocast.pin import set_precision
     from ._casting.live_lists import op_lists
     from ._casting.rules import AutocastOp, register_autocast_op
-    from ._choice.choice import Plan
-    from ._choice.choose import detect
+    from ._choice.measurement import Measurement
+    from ._front import Plan, detect
     from ._precast.precast import PrecastReport, full_precision_state_dict, precast_, restore_
     from ._scaler.monitor import GradHealth, GradMonitor
     from ._scaler.outcome import StepOutcome
     from ._scaler.scaler import GradScaler
-    from ._tune.sentences import Measurement
     from ._tune.tune import tune
     from .contract.known_hardware import KnownHardware, known_hardware
     from .contract.op_lists import OpLists
@@ -74,16 +74,16 @@ _AT_FIRST_USE = {
     "GradScaler": "_scaler.scaler",
     "Hardware": "contract.records",
     "KnownHardware": "contract.known_hardware",
-    "Measurement": "_tune.sentences",
+    "Measurement": "_choice.measurement",
     "OpLists": "contract.op_lists",
-    "Plan": "_choice.choice",
+    "Plan": "_front",
     "PrecastReport": "_precast.precast",
     "Registration": "contract.registry",
     "ScalerSupport": "contract.records",
     "StepOutcome": "_scaler.outcome",
     "custom_bwd": "_autocast.custom_function",
     "custom_fwd": "_autocast.custom_function",
-    "detect": "_choice.choose",
+    "detect": "_front",
     "full_precision_state_dict": "_precast.precast",
     "get_backend": "contract.registry",
     "known_hardware": "contract.known_hardware",
@@ -111,8 +111,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *_AT_FIRST_USE})
 
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AmphalError",

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ._choice.choose import Plan, detect
+from ._front import Plan, detect
 from .contract import registry as _registry
 from .errors import AmphalError, PrecisionWarning
 

@@ -15,8 +15,7 @@ import sys
 
 import torch
 
-from amphal import OpLists
-from amphal.contract.records import torch_version
+from amphal.contract import OpLists, torch_version
 
 __all__ = ["FROM_BUILDS", "FROM_EXTENSIONS", "cpu", "cuda", "mps", "mtia", "xpu"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from amphal.backends import _lists
+from amphal.contract import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 

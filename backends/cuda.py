@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from amphal.backends import _lists
+from amphal.contract import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 
 _TENSOR_CORES = DtypeSupport("native", True, "tensor cores multiply it")
 _TURING_FP16 = DtypeSupport(

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from amphal.backends import _lists
+from amphal.contract import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 
 _CHIP = re.compile(r"Apple (M\d+)\b")
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 from amphal.backends import _lists
+from amphal.contract import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
 
 _FP16 = "has_fp16"
 _FP64 = "has_fp64"

@@ -232,7 +232,7 @@ def test_an_interrupt_at_any_step_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, step: str, on_exit: bool, after: bool
 ) -> None:
     """Ctrl-C before or after a step of entering or leaving: what was changed is put back."""
-    from amphal._autocast import autocast as _autocast
+    from amphal._autocast import region as _autocast
 
     region = amphal.autocast("cpu", FP16, cache_enabled=False)
     real, left = getattr(_autocast, step), [1]

@@ -11,7 +11,7 @@ import torch
 
 from .. import _environment as _env
 from .._choice import choose as _detect
-from .._choice.choice import Plan
+from .._choice.choice import Choice
 from .._choice.choose import generation, on_clear
 from .._torch import private as _compat
 from ..contract import registry as _registry
@@ -31,10 +31,10 @@ def settled(
 
 def independent(device: object, dtype: object) -> bool:
     """Whether these arguments leave nothing to the environment: the answer to them lasts."""
-    return isinstance(device, Plan) or (device is not None and dtype is not None)
+    return isinstance(device, Choice) or (device is not None and dtype is not None)
 
 
-def planned(device: Any, dtype: Any) -> Plan:
+def planned(device: Any, dtype: Any) -> Choice:
     """The plan of these arguments now; the same object until the answers are forgotten."""
     return _detect.detect(device, precision="auto" if dtype is None else dtype)
 
@@ -59,7 +59,7 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
             f"autocast() runs on a device that is here, and {device.name!r} is a description; "
             "pass a device, or ask amphal.detect() about the description"
         )
-    if isinstance(device, Plan):
+    if isinstance(device, Choice):
         device_type = device.hardware.device_type
         precision = device.dtype if precision is None else precision
         if enabled:

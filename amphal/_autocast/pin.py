@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .._torch.nested import cast, fields_of, is_record
 from ..errors import ArgumentError, ArgumentTypeError, PrecastError, did_you_mean
-from .custom_function import cast, fields_of, is_record
 
-__all__ = ["set_precision"]
+__all__ = ["STORED_MARK", "set_precision"]
+
+STORED_MARK = "_amphal_stored"
+"""The attribute by which ``precast_`` marks a module that holds stored weights."""
 
 Pinned = Literal["fp32", "lower_precision"]
 _PRECISIONS = ("fp32", "lower_precision")
@@ -64,7 +66,7 @@ def set_precision(
         )
     chosen = _choose(module, names, types)
     if precision == "fp32":
-        _refuse_precast(module, chosen.values())
+        _refuse_precast(chosen.values())
     for found in chosen.values():
         _release(found)
         if precision is not None:
@@ -99,17 +101,13 @@ def _choose(module: nn.Module, names: Any, types: Any) -> dict[str, nn.Module]:
     return chosen
 
 
-def _refuse_precast(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    precast = sys.modules.get("amphal._precast.stored")
-    if precast is None:
-        return
-    below = {id(m) for pinned in chosen for m in pinned.modules()}
-    for _, state in precast.states_in(model):
-        for stored in state.stored.values():
-            if any(id(holder) in below for holder, _ in stored.places):
+def _refuse_precast(chosen: Iterable[nn.Module]) -> None:
+    for pinned in chosen:
+        for module in pinned.modules():
+            for stored in vars(module).get(STORED_MARK, {}).values():
                 raise PrecastError(
                     f"{stored.name} is stored in low precision, so it can't be pinned to fp32: "
-                    "call amphal.restore_(model), pin, and precast_ again"
+                    "call amphal.undo_precast_(model), pin, and precast_ again"
                 )
 
 

@@ -14,15 +14,15 @@ from torch.overrides import TorchFunctionMode
 from .. import _warnings as _warn
 from .._casting import policy as _policy
 from .._choice import choose as _detect
-from .._choice.choose import Plan
+from .._choice.choose import Choice
 from .._torch import private as _compat
 from ..contract.op_lists import OpLists
 from ..errors import ArgumentTypeError, PrecisionWarning
 from . import arguments as _settle
-from . import autocast as _autocast
 from . import export as _export
-from .autocast import Region
+from . import region as _autocast
 from .decorator import decorate
+from .region import Region
 
 __all__ = ["PolicyRegion", "build", "region", "traced"]
 
@@ -174,7 +174,7 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
     made = region(*_settle.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
     if enabled and dtype is None and not made._enabled:
         _tell_of_no_effect(made.device)
-    if isinstance(device, Plan) or (device is not None and dtype is not None):
+    if isinstance(device, Choice) or (device is not None and dtype is not None):
         # Only answers that the environment has no part in.
         _by_arguments[arguments] = made
     return made
@@ -237,7 +237,7 @@ class Traced:
 
 def traced(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> Any:
     """The region for a function that Dynamo traces."""
-    if isinstance(device, Plan):
+    if isinstance(device, Choice):
         dtype = device.dtype if dtype is None else dtype
         device = device.device.type
     elif isinstance(device, torch.device):

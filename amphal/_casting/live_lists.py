@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .._choice import choose as _detect
 from .._torch import private as _compat
 from ..contract import op_names as _opnames
 from ..contract import registry as _registry
+from ..contract import spelling as _detect
 from ..contract.guard import declared_lists
 from ..contract.op_lists import OpLists
 from ..contract.records import LOW_PRECISION

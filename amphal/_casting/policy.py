@@ -22,6 +22,7 @@ import torch
 from .._torch import private as _compat
 from ..contract import op_names as _opnames
 from ..contract.op_lists import OpLists
+from ..contract.op_lists import expand_lists as _expand_lists
 from ..errors import OpPolicyError, RegionStateError
 from . import installed as _registration
 from . import kernels as _kernels
@@ -70,7 +71,7 @@ def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> P
         ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
     """
     whole = isinstance(ops, OpLists)
-    table = _opnames.expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    table = _expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
     if whole:
         table = {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
     content = (device, low, whole, tuple(sorted(table.items())))

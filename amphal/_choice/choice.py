@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._autocast.autocast import Region, autocast
 from .._torch import matmul as _matmul
 from ..contract.guard import answering, failing_as, shown
 from ..contract.records import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
@@ -18,10 +17,9 @@ from ..contract.spelling import short_name
 from ..errors import ArgumentError, ArgumentTypeError, BackendError, UnsupportedPrecisionError
 
 if TYPE_CHECKING:
-    from .._scaler.scaler import GradScaler
-    from .._tune.sentences import Measurement
+    from .measurement import Measurement
 
-__all__ = ["Plan", "choose", "decide", "facts", "has_scaler"]
+__all__ = ["Choice", "choose", "decide", "facts", "has_scaler"]
 
 _DTYPES = (*LOW_PRECISION, torch.float32)
 _FULL = DtypeSupport("native", False, "full precision")
@@ -29,7 +27,7 @@ _MISSING = DtypeSupport("absent", False, "the backend declares no support for it
 
 
 @dataclass(frozen=True, eq=True)
-class Plan:
+class Choice:
     """What mixed precision should be on one device, and why. Immutable, hashable, picklable."""
 
     device: torch.device
@@ -69,7 +67,7 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
-            Plan,
+            type(self),
             (
                 self.device,
                 self.dtype,
@@ -82,16 +80,6 @@ class Plan:
                 self.measured,
             ),
         )
-
-    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> Region:
-        """A region of this plan's dtype on this plan's device: ``amphal.autocast(plan)``."""
-        return autocast(self, enabled=enabled, cache_enabled=cache_enabled)
-
-    def grad_scaler(self, **kwargs: Any) -> GradScaler:
-        """``amphal.GradScaler(plan, **kwargs)``: it scales only where the plan needs it."""
-        from .._scaler.scaler import GradScaler
-
-        return GradScaler(self, **kwargs)
 
     def matmul(self) -> AbstractContextManager[None]:
         """A block in which float32 matmuls have this plan's precision; put it around whole steps.
@@ -194,7 +182,7 @@ def decide(
     precision: torch.dtype | None,
     by: str,
     reasons: list[str],
-) -> tuple[Plan, str]:
+) -> tuple[Choice, str]:
     """The plan, and a warning about it or an empty string. Pure."""
     support, scaler = facts(backend, hardware)
     can_scale = has_scaler(backend, scaler)
@@ -223,7 +211,7 @@ def decide(
         note = "no scaler: this hardware saturates instead of overflowing, so it could not work"
         why.append(note)
         warning = f"{warning}. {note}" if warning else f"{hardware.name}: {note}"
-    plan = Plan(
+    plan = Choice(
         device, dtype, use_scaler, scaler.fused_optimizers, hardware, support, (*reasons, *why)
     )
     return plan, warning

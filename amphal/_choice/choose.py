@@ -15,11 +15,11 @@ from ..contract.records import Availability, Backend, Hardware, ScalerSupport
 from ..contract.spelling import DeviceLike, PrecisionLike, named_device, named_precision
 from ..errors import AmphalError, BackendError, DeviceNotAvailableError, PrecisionWarning
 from . import choice as _plan
-from .choice import Plan
+from .choice import Choice
 
 __all__ = [
+    "Choice",
     "DeviceLike",
-    "Plan",
     "PrecisionLike",
     "detect",
     "named_device",
@@ -135,7 +135,7 @@ def _named(device: object, precision: object) -> tuple[torch.dtype | None, str]:
     return dtype, f"{_env.PRECISION}={env_precision}"
 
 
-def _resolve(device: object, precision: object) -> tuple[Plan, str, Backend | None]:
+def _resolve(device: object, precision: object) -> tuple[Choice, str, Backend | None]:
     env_device = "" if device is not None else _env.read(_env.DEVICE)
     dtype, by = _named(device, precision)
 
@@ -188,14 +188,14 @@ class _Detect(Protocol):
         *,
         precision: PrecisionLike = "auto",
         process_group: Any = None,
-    ) -> Plan: ...
+    ) -> Choice: ...
 
     def cache_clear(self) -> None: ...
 
 
 # One entry per question: the plan, and for a device without an index its backend and the index
 # that was current.
-_Answer = tuple[Plan, Backend | None, int | None]
+_Answer = tuple[Choice, Backend | None, int | None]
 _cache: dict[tuple[object, object, str, str], _Answer] = {}
 _MOST = 256
 _warned: set[tuple[str, str, torch.dtype]] = set()
@@ -228,7 +228,7 @@ def _detect(
     *,
     precision: PrecisionLike = "auto",
     process_group: Any = None,
-) -> Plan:
+) -> Choice:
     """Choose a device, a dtype and whether to scale, and say why.
 
     Native and accelerated bf16 is taken first, else accelerated fp16 with a gradient scaler, else

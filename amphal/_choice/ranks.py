@@ -17,7 +17,7 @@ from ..contract.records import DtypeSupport
 from ..errors import AmphalError, ArgumentError, ArgumentTypeError, BackendError
 
 if TYPE_CHECKING:
-    from .choice import Plan
+    from .choice import Choice
 
 __all__ = ["Ballot", "agree", "detect", "require_group"]
 
@@ -53,10 +53,10 @@ class Ballot:
 
 def detect(
     group: Any,
-    alone: Callable[[], tuple[Plan, torch.dtype | None]],
-    can_scale: Callable[[Plan], bool],
+    alone: Callable[[], tuple[Choice, torch.dtype | None]],
+    can_scale: Callable[[Choice], bool],
     choose: _Choose,
-) -> Plan:
+) -> Choice:
     """This rank's plan, with the precision that all ranks of ``group`` agree on. One collective.
 
     Args:
@@ -106,7 +106,7 @@ def require_group(group: Any) -> None:
         )
 
 
-def agree(plan: Plan, ballots: Sequence[Ballot], choose: _Choose) -> Plan:
+def agree(plan: Choice, ballots: Sequence[Ballot], choose: _Choose) -> Choice:
     """``plan`` with the precision that all ballots allow, and the reason for it. Pure."""
     _refuse_different_wishes(ballots)
     held, can_scale = _least(ballots), all(b.can_scale for b in ballots)

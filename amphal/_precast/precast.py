@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _front as _detect
 from .._casting import live_lists as _ops
-from .._choice import choose as _detect
-from .._choice.choice import Plan
+from .._front import Plan
 from ..contract.records import LOW_PRECISION
 from ..contract.spelling import short_name
 from ..errors import ArgumentError, ArgumentTypeError, PrecastError

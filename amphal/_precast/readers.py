@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import private as _compat
+from .._torch.nested import tensors_in
 from .torch_modules import FUSED_LAYER_CASTS
 
 __all__ = ["Conversions", "Reads", "Weight", "unfit", "weights_of"]
@@ -223,15 +224,6 @@ class Conversions(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         self._reads.converting = False
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an op's arguments or results, also in lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from .._choice.choice import Plan
+from .._front import Plan
 from ..errors import PrecastError
 from . import torch_modules as _stock
 from .readers import Conversions, Reads, Weight, unfit

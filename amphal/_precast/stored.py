@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._autocast.pin import STORED_MARK
+from .._casting import policy
 from .._torch import private as _compat
 from ..contract.spelling import short_name
 from ..errors import PrecastError, StateDictError
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_amphal_precast"
-_HOLDS = "_amphal_stored"
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -115,7 +115,7 @@ class State:
             for module, local in stored.places:
                 if id(module) not in loads:
                     loads[id(module)] = _Load()
-                    setattr(module, _HOLDS, loads[id(module)].stored)
+                    setattr(module, STORED_MARK, loads[id(module)].stored)
                     self._loads.append((module, loads[id(module)]))
                     add: Any = module.register_load_state_dict_pre_hook
                     self._handles.append(add(loads[id(module)]))
@@ -134,7 +134,7 @@ class State:
             handle.remove()
         self._handles.clear()
         for module, _ in self._loads:
-            vars(module).pop(_HOLDS, None)
+            vars(module).pop(STORED_MARK, None)
         self._loads.clear()
         self._fused.clear()
         self._watched.clear()
@@ -232,8 +232,7 @@ Changes = tuple[tuple[str, str], ...]
 
 def policy_changes(device_type: str) -> Changes:
     """What regions with ``ops=`` change on this device in this thread: op to policy."""
-    module = sys.modules.get("amphal._casting.policy")
-    effective = module.active() if module is not None else None
+    effective = policy.active()
     if effective is None:
         return ()
     key = _compat.autocast_key(device_type)
@@ -258,7 +257,7 @@ def states_in(model: nn.Module) -> list[tuple[nn.Module, State]]:
 def stored_in(model: nn.Module) -> list[Stored]:
     """What the modules in it hold, also where the record is on a model that holds this one."""
     found = {id(s): s for _, state in states_in(model) for s in state.stored.values()}
-    found |= {id(s): s for m in model.modules() for s in vars(m).get(_HOLDS, {}).values()}
+    found |= {id(s): s for m in model.modules() for s in vars(m).get(STORED_MARK, {}).values()}
     return list(found.values())
 
 

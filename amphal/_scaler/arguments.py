@@ -10,7 +10,7 @@ import torch
 
 from .._choice import choice as _plan
 from .._choice import choose as _detect
-from .._choice.choose import Plan
+from .._choice.choose import Choice
 from ..contract import guard as _ask
 from ..contract import registry as _registry
 from ..contract.records import Hardware, ScalerSupport
@@ -142,13 +142,13 @@ def missing_scale(method: str) -> MissingCallError:
     )
 
 
-def plan_for(device: Any, enabled: bool | None) -> tuple[str, Plan | None]:
+def plan_for(device: Any, enabled: bool | None) -> tuple[str, Choice | None]:
     """The device type and, unless the scaler is off in any case, the plan.
 
     Raises:
         ArgumentTypeError, UnknownDeviceError, DeviceNotAvailableError: as :func:`amphal.detect`.
     """
-    if isinstance(device, Plan):
+    if isinstance(device, Choice):
         return device.device.type, device
     if isinstance(device, Hardware):
         raise ArgumentTypeError(
@@ -169,7 +169,7 @@ def plan_for(device: Any, enabled: bool | None) -> tuple[str, Plan | None]:
     return plan.device.type, plan
 
 
-def support_of(plan: Plan) -> tuple[ScalerSupport, Any]:
+def support_of(plan: Choice) -> tuple[ScalerSupport, Any]:
     """What a scaler can count on there, and the vendor's own scaler class or None."""
     backend = _registry.get_backend(plan.hardware.device_type)
     support = _plan.facts(backend, plan.hardware)[1]
@@ -177,7 +177,7 @@ def support_of(plan: Plan) -> tuple[ScalerSupport, Any]:
     return support, vendor
 
 
-def refuse_blind(plan: Plan) -> DeviceNotAvailableError | ArgumentError:
+def refuse_blind(plan: Choice) -> DeviceNotAvailableError | ArgumentError:
     """The error for fp16 with a scaler on hardware where nothing can see an overflow."""
     return ArgumentError(
         f"enabled=True was asked for with fp16 on {plan.hardware.name} ({plan.device}), which "
@@ -185,3 +185,28 @@ def refuse_blind(plan: Plan) -> DeviceNotAvailableError | ArgumentError:
         "backend brings no vendor scaler. Use another precision (amphal.detect(precision='fp32')), "
         "or leave enabled=None, which then does not scale"
     )
+
+
+def new_scale(value: Any, low: float, high: float, current: torch.Tensor) -> float:
+    """The value for ``update(new_scale)``; a tensor is read, which waits for the device."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.requires_grad or not value.dtype.is_floating_point:
+            raise ScalerArgumentError(
+                "new_scale must be a number or a floating-point tensor of one element that "
+                f"requires no grad, got shape {tuple(value.shape)}, {value.dtype}, "
+                f"requires_grad={value.requires_grad}"
+            )
+        if value.device.type != current.device.type:
+            raise ScalerArgumentError(
+                f"new_scale must be a number or lie on {current.device.type}, as the scale does, "
+                f"got a tensor on {value.device}"
+            )
+        value = value.item()
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(
+            "new_scale must be a number or a tensor of one element, "
+            f"got {type(value).__name__} ({value!r})"
+        )
+    if value != value:
+        raise ScalerArgumentError("new_scale must be a number, got nan")
+    return scale("new_scale", value, low, high)

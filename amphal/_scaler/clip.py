@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,22 @@ from .._torch import private as _compat
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
-    NonFiniteGradientError,
     ScalerArgumentError,
     ScalerStateError,
 )
 from . import arguments as _scaler_rules
 from . import gradients as _grads
-from . import names as _grad_names
-
-if TYPE_CHECKING:
-    from .step import Stepper
-
-__all__ = ["clip", "recheck", "total_norm"]
+from .norms import (
+    _clip_unscaled,
+    _coefficient,
+    _multiply,
+    _raise_nonfinite,
+    _refuse_nonfinite,
+    total_norm,
+    unscaled_norm,
+)
+from .optimizers import is_fused, out_of_order
+from .step import Stepper
 
 
 def clip(
@@ -130,133 +134,6 @@ def _parameters(what: Any) -> list[Tensor]:
     return params
 
 
-def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as they are; a DTensor's in full."""
-    grads = []
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad.is_sparse:
-            grad = param.grad = grad.coalesce()  # duplicate indices must be summed first
-            grad = grad._values()
-        if grad is not None and grad.numel():  # an empty tensor has no infinity norm
-            grads.append(grad)
-    squares: list[Tensor] = []
-    if norm_type == 2.0:
-        squares, grads = _grads.squares_of_large(grads)
-    kinds: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault(_grads.kind_of(grad), []).append(grad)
-    norms = [square.sqrt() for square in squares]
-    for alike in kinds.values() if kinds or squares else [[]]:
-        norms.append(_norm_of(alike, norm_type))
-    return _combined(norms, norm_type)
-
-
-def _norm_of(alike: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of gradients of one kind; of DTensors in full, which is a collective."""
-    if norm_type == math.inf and alike and hasattr(alike[0], "to_local"):
-        return _largest(alike)
-    norm: Tensor = torch.nn.utils.get_total_norm(alike, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def _largest(grads: list[Any]) -> Tensor:
-    """The infinity norm of DTensors of one kind.
-
-    A rank's part of one may be empty, for which torch's has no answer, and the others then wait.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh = grads[0].device_mesh
-    if any(placement.is_partial() for placement in grads[0].placements):
-        grads = [grad.redistribute(placements=[Replicate()] * mesh.ndim) for grad in grads]
-    parts = [part for grad in grads if (part := grad.to_local()).numel()]
-    here = (
-        torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax()
-        if parts
-        else torch.zeros((), dtype=grads[0].dtype, device=grads[0].to_local().device)
-    )
-    whole: Tensor = DTensor.from_local(here, mesh, [Partial("max")] * mesh.ndim).full_tensor()
-    return whole
-
-
-def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    whole: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
-    )
-    return whole
-
-
-def unscaled_norm(params: Iterable[Tensor], inverse: Tensor, norm_type: float) -> Tensor:
-    """What :func:`total_norm` would give after unscaling, with the gradients as they are.
-
-    For where the norm of the scaled gradients may not fit. Copies one gradient at a time.
-    """
-    norms = []
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad.is_sparse:
-            grad = param.grad = grad.coalesce()
-            grad = grad._values()
-        if grad is not None and grad.numel():
-            copy = grad * inverse.to(grad.device)
-            norms.append(_norm_of([copy], norm_type))
-    return _combined(norms, norm_type) if norms else total_norm((), norm_type)
-
-
-def _coefficient(total: Tensor, max_norm: float) -> Tensor:
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
-
-
-def _multiply(groups: _grads.Groups, factor: Tensor) -> None:
-    for (device, _, kind), grads in groups.items():
-        if kind is Tensor:
-            torch._foreach_mul_(grads, factor.to(device))
-        else:
-            for grad in grads:
-                grad.mul_(factor.to(device))
-
-
-def _refuse_nonfinite(
-    scaler: Stepper, total: Tensor, norm_type: float, params: list[Tensor]
-) -> None:
-    if not bool(torch.isfinite(total)):
-        _raise_nonfinite(scaler, norm_type, params)
-
-
-def _raise_nonfinite(scaler: Stepper, norm_type: float, params: list[Tensor]) -> NoReturn:
-    names = _grad_names.names_of_nonfinite([_Shell(params)], scaler._names())
-    raise NonFiniteGradientError(
-        f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
-        f"error_if_nonfinite=True was given. Not finite: "
-        f"{_grad_names.listed(names) or _grad_names.elsewhere('the norm alone')}. "
-        "With error_if_nonfinite=False the scaler skips the step and backs off"
-    )
-
-
-class _Shell:
-    """Parameters that belong to no optimizer, shaped like one for naming them."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.param_groups = [{"params": params}]
-
-
-def _clip_unscaled(
-    scaler: Stepper,
-    params: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    total = total_norm(params, norm_type)
-    if error_if_nonfinite:
-        _refuse_nonfinite(scaler, total, norm_type, params)
-    _multiply(_grads.gather(params), _coefficient(total, max_norm))
-    return total
-
-
 def _clip_optimizer(
     scaler: Stepper,
     optimizer: Any,
@@ -265,8 +142,6 @@ def _clip_optimizer(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    from .step import is_fused, out_of_order
-
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED or "divisor" in state:
         raise out_of_order("clip_grad_norm_", state)
@@ -375,23 +250,3 @@ def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
             "are not: call scaler.unscale_(optimizer) for every optimizer concerned, or for none"
         )
     return not unscaled
-
-
-def recheck(scaler: Stepper, states: list[dict[str, Any]]) -> Tensor | None:
-    """After a norm that was not finite: unscale and clip exactly. The flag of all these optimizers.
-
-    A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
-    """
-    assert scaler._scale is not None
-    inverse, again, flags = scaler._scale.reciprocal(), [], []
-    for state in states:
-        own = state.get("own", state["found_inf_per_device"])
-        if "recheck" in state and any(flag.item() for flag in own.values()):
-            own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
-            again.append((_grads.params_of(state["optimizer"]), *state["recheck"]))
-        flags += own.values()
-    flag = _grads.any_flag(flags, scaler._scale.device)
-    if flag is not None and not flag.item():
-        for params, max_norm, norm_type in again:
-            _clip_unscaled(scaler, params, max_norm, norm_type, False)
-    return flag

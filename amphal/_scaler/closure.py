@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from torch.amp.grad_scaler import OptState
 
 from ..errors import MissingCallError
 from . import gradients as _grads
+from .optimizers import drop_stale_casts, out_of_order
 from .outcome import StepOutcome
-
-if TYPE_CHECKING:
-    from .scaler import GradScaler
+from .step import Stepper
 
 __all__ = ["fresh_casts", "replaced", "step"]
 
@@ -26,7 +25,6 @@ class _Overflow(BaseException):
 
 def fresh_casts(closure: Callable[[], Any]) -> Callable[[], Any]:
     """``closure`` with autocast's casts forgotten first: the optimizer has moved the weights."""
-    from .step import drop_stale_casts
 
     def evaluate() -> Any:
         drop_stale_casts()
@@ -45,15 +43,13 @@ def replaced(
 
 
 def step(
-    scaler: GradScaler,
+    scaler: Stepper,
     optimizer: Any,
     closure: Callable[[], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """One decision for all evaluations: step, or skip and put everything back."""
-    from .step import out_of_order
-
     state = scaler._state_of(optimizer)
     if state["stage"] is OptState.STEPPED:
         raise out_of_order("step", state)
@@ -80,7 +76,7 @@ def step(
 
 
 def _finish(
-    scaler: GradScaler, optimizer: Any, evaluate: _Evaluation, result: Any, *, skipped: bool
+    scaler: Stepper, optimizer: Any, evaluate: _Evaluation, result: Any, *, skipped: bool
 ) -> Any:
     _remember(scaler, optimizer)
     state = scaler._state_of(optimizer)
@@ -92,7 +88,7 @@ def _finish(
     return result
 
 
-def _remember(scaler: GradScaler, optimizer: Any) -> None:
+def _remember(scaler: Stepper, optimizer: Any) -> None:
     """These gradients are spent: the next step must not take them for new ones."""
     grads = [param.grad for param in _grads.params_of(optimizer) if param.grad is not None]
     scaler._spent[optimizer] = [(weakref.ref(grad), grad._version) for grad in grads]
@@ -101,7 +97,7 @@ def _remember(scaler: GradScaler, optimizer: Any) -> None:
 class _Evaluation:
     """The closure as the optimizer sees it: it leaves unscaled gradients that are finite."""
 
-    def __init__(self, scaler: GradScaler, optimizer: Any, closure: Callable[[], Any]) -> None:
+    def __init__(self, scaler: Stepper, optimizer: Any, closure: Callable[[], Any]) -> None:
         self._scaler, self._optimizer, self._closure = scaler, optimizer, fresh_casts(closure)
         self.flag: Tensor | None = None
 

@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import OptState
 from ..errors import ArgumentError, ArgumentTypeError, MissingCallError, did_you_mean
 from . import arguments as rules
 from . import gradients as _grads
-from .clip import total_norm
+from .norms import total_norm
+from .optimizers import drop_stale_casts, is_fused, needs_host
 from .outcome import StepOutcome
 from .scaler import GradScaler
-from .step import drop_stale_casts, is_fused, needs_host
 
 __all__ = ["GradHealth", "GradMonitor"]
 

@@ -20,13 +20,25 @@ from ..errors import ArgumentError, MissingCallError, ScaleCollapseError
 from . import arguments as rules
 from . import gradients as _grads
 from . import names as _grad_names
-from . import state_dict as _scaler_state
 from .outcome import AT_FLOOR, UNREAD_LIMIT, History, StepOutcome
 
 __all__ = ["Scale", "State"]
 
 State = dict[str, Any]
 """What is kept about one optimizer until :meth:`Scale.update`."""
+
+
+class _Lost:
+    """Stands for a process group that could not be pickled."""
+
+    def __reduce__(self) -> str:
+        return "LOST"
+
+    def __repr__(self) -> str:
+        return "<a process group that was not pickled>"
+
+
+LOST = _Lost()
 
 
 class Scale(torch.amp.GradScaler):
@@ -139,7 +151,7 @@ class Scale(torch.amp.GradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states
         if new_scale is not None:
-            value = _scaler_state.new_scale(self, new_scale, scale)
+            value = rules.new_scale(new_scale, self._min_scale, self._max_scale, scale)
             flag, found = _evidence(list(states.values()), scale.device)
             scale.fill_(value)
             self._note_scale(_grads.float32(value))

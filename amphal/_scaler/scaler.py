@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from .._choice.choose import DeviceLike, Plan
+from .._choice.choose import Choice, DeviceLike
 from ..errors import ArgumentError, ArgumentTypeError, MissingCallError
 from . import arguments as rules
 from . import clip as _clip
 from . import closure as _closure
 from . import state_dict as _scaler_state
+from .optimizers import drop_stale_casts
 from .outcome import STEPPED, StepOutcome
-from .scale import State
-from .step import Stepper, drop_stale_casts
+from .scale import LOST, State
+from .step import Stepper
 
 __all__ = ["GradScaler"]
 
@@ -59,20 +60,21 @@ class GradScaler(Stepper):
         UnknownDeviceError, DeviceNotAvailableError: no such device, or not here.
     """
 
+    _for_vendor: type[GradScaler]
+    """What stands for a vendor's scaler; ``vendor`` names itself here."""
+
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> GradScaler:
         """The vendor's scaler behind this interface, where only that can see an overflow."""
         enabled = args[4] if len(args) > 4 else kwargs.get("enabled")
         if cls is GradScaler and enabled is not False:
             plan = rules.plan_for(device, enabled)[1]
             if plan is not None and plan.dtype is torch.float16 and rules.support_of(plan)[1]:
-                from .vendor import VendorScaler
-
-                return object.__new__(VendorScaler)
+                return object.__new__(cls._for_vendor)
         return object.__new__(cls)
 
     def __init__(
         self,
-        device: DeviceLike | Plan | None = None,
+        device: DeviceLike | Choice | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -316,6 +318,4 @@ def _weak_model(model: Any) -> weakref.ref[torch.nn.Module] | None:
 def _is_process_group(group: Any) -> bool:
     import torch.distributed as dist
 
-    return group is _scaler_state.LOST or (
-        dist.is_available() and isinstance(group, dist.ProcessGroup)
-    )
+    return group is LOST or (dist.is_available() and isinstance(group, dist.ProcessGroup))

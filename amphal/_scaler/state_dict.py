@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import Any, TypeVar
 
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
     MissingCallError,
     MissingStateKeyError,
-    ScalerArgumentError,
     StateDictError,
 )
 from . import arguments as rules
 from . import gradients as _grads
+from .scale import LOST, Scale
 
-if TYPE_CHECKING:
-    from .scale import Scale
-    from .scaler import GradScaler
-
-__all__ = ["LOST", "VERSION", "freeze", "load", "new_scale", "pack", "rebuild", "thaw"]
+_S = TypeVar("_S", bound=Scale)
 
 VERSION = 1
 """The version of this package's own part of a state."""
@@ -33,20 +26,7 @@ _TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 _COUNTERS = ("steps", "skipped", "consecutive_skips", "hysteresis_spent")
 
 
-class _Lost:
-    """Stands for a process group that could not be pickled."""
-
-    def __reduce__(self) -> str:
-        return "LOST"
-
-    def __repr__(self) -> str:
-        return "<a process group that was not pickled>"
-
-
-LOST = _Lost()
-
-
-def pack(scaler: GradScaler) -> dict[str, Any]:
+def pack(scaler: Scale) -> dict[str, Any]:
     """See :meth:`GradScaler.state_dict`."""
     if not scaler._enabled:
         return dict(scaler._kept_state)
@@ -66,7 +46,7 @@ def pack(scaler: GradScaler) -> dict[str, Any]:
     }
 
 
-def load(scaler: GradScaler, state: Any) -> None:
+def load(scaler: Scale, state: Any) -> None:
     """See :meth:`GradScaler.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -93,7 +73,7 @@ def load(scaler: GradScaler, state: Any) -> None:
     scaler._history.tell(scaler._on_skip)
 
 
-def _checked(scaler: GradScaler, state: Mapping[str, Any]) -> tuple[float, float, float, int, int]:
+def _checked(scaler: Scale, state: Mapping[str, Any]) -> tuple[float, float, float, int, int]:
     missing = [key for key in _TORCHS if key not in state]
     if missing:
         raise MissingStateKeyError(
@@ -138,32 +118,7 @@ def _checked_counters(own: Any) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-def new_scale(scaler: Scale, value: Any, current: Tensor) -> float:
-    """The value for ``update(new_scale)``; a tensor is read, which waits for the device."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.requires_grad or not value.dtype.is_floating_point:
-            raise ScalerArgumentError(
-                "new_scale must be a number or a floating-point tensor of one element that "
-                f"requires no grad, got shape {tuple(value.shape)}, {value.dtype}, "
-                f"requires_grad={value.requires_grad}"
-            )
-        if value.device.type != current.device.type:
-            raise ScalerArgumentError(
-                f"new_scale must be a number or lie on {current.device.type}, as the scale does, "
-                f"got a tensor on {value.device}"
-            )
-        value = value.item()
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(
-            "new_scale must be a number or a tensor of one element, "
-            f"got {type(value).__name__} ({value!r})"
-        )
-    if value != value:
-        raise ScalerArgumentError("new_scale must be a number, got nan")
-    return rules.scale("new_scale", value, scaler._min_scale, scaler._max_scale)
-
-
-def freeze(scaler: GradScaler) -> dict[str, Any]:
+def freeze(scaler: Scale) -> dict[str, Any]:
     """What is pickled: numbers for the tensors, nothing that belongs to this process."""
     if scaler._per_optimizer_states:
         raise MissingCallError(
@@ -189,12 +144,12 @@ def freeze(scaler: GradScaler) -> dict[str, Any]:
         "_hysteresis_spent",
     ):
         del state[name]
-    if scaler._process_group is not None:
+    if state.get("_process_group") is not None:
         state["_process_group"] = LOST
     return state
 
 
-def thaw(scaler: GradScaler, state: dict[str, Any]) -> None:
+def thaw(scaler: Scale, state: dict[str, Any]) -> None:
     """The reverse of :func:`freeze`."""
     state = dict(state)
     *counters, spent = state.pop("_counters")
@@ -206,7 +161,7 @@ def thaw(scaler: GradScaler, state: dict[str, Any]) -> None:
     scaler._hysteresis_spent = spent
 
 
-def rebuild(cls: type[GradScaler], state: dict[str, Any]) -> GradScaler:
+def rebuild(cls: type[_S], state: dict[str, Any]) -> _S:
     """A scaler of this class from what :func:`freeze` gave, with no detection on the way."""
     scaler = object.__new__(cls)
     scaler.__setstate__(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from typing import Any
@@ -13,14 +12,18 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..errors import ArgumentError, ScalerStateError
 from . import arguments as rules
-from . import clip as _clip
 from . import gradients as _grads
 from . import names as _grad_names
-from . import state_dict as _scaler_state
+from .norms import _clip_unscaled
+from .optimizers import (
+    _takes_scaler,
+    drop_stale_casts,
+    is_fused,
+    needs_host,
+    out_of_order,
+)
 from .outcome import STEPPED, StepOutcome
-from .scale import Scale, State
-
-__all__ = ["Stepper", "drop_stale_casts", "is_fused", "needs_host", "out_of_order"]
+from .scale import LOST, Scale, State
 
 
 class Stepper(Scale):
@@ -173,7 +176,7 @@ class Stepper(Scale):
             code = int(both.item())  # in one transfer
             found, skip = bool(code & 1), bool(code)
         if found and self._process_group is None and any("recheck" in s for s in states):
-            exact = _clip.recheck(self, states)
+            exact = recheck(self, states)
             if exact is not None:
                 flag, found = exact, bool(exact.item())
                 _set_flag(states, flag)
@@ -184,7 +187,7 @@ class Stepper(Scale):
 
     def _all_reduce(self, flags: Tensor) -> Tensor:
         """The largest over the ranks of each of these flags, which are overwritten."""
-        if self._process_group is _scaler_state.LOST:
+        if self._process_group is LOST:
             raise ScalerStateError(
                 "this scaler had a process group when it was pickled, which cannot travel; "
                 "set scaler.process_group to the group of this process, or to None"
@@ -275,68 +278,27 @@ class Stepper(Scale):
             drop_stale_casts()
 
 
-def drop_stale_casts() -> None:
-    """Inside a region, forget autocast's casts of the weights: the weights have changed."""
-    inside = torch.autocast_increment_nesting() > 1
-    torch.autocast_decrement_nesting()
-    if inside:
-        torch.clear_autocast_cache()
-
-
-def is_fused(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def needs_host(optimizer: Any) -> bool:
-    """Whether the host must know the decision before it calls the optimizer's step."""
-    if not is_fused(optimizer):
-        return True
-    for group in optimizer.param_groups:
-        if group.get("momentum"):
-            # Skipping its first step by itself, torch's fused SGD leaves a momentum buffer of
-            # memory that nobody wrote, and steps with it next time (2.6 to 2.14).
-            first = next((p for p in group["params"] if p.grad is not None), None)
-            if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
-                return True
-    return False
-
-
-_signatures: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def _takes_scaler(optimizer: Any) -> bool:
-    """torch's older contract: a fused optimizer whose ``step`` takes ``grad_scaler=``."""
-    if not is_fused(optimizer):
-        return False
-    step = getattr(optimizer.step, "__func__", optimizer.step)
-    if torch.compiler.is_compiling():  # which does not trace weak keys
-        return "grad_scaler" in inspect.signature(step).parameters
-    try:
-        return _signatures[step]
-    except (KeyError, TypeError):
-        answer = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        try:
-            _signatures[step] = answer
-        except TypeError:
-            pass  # a callable that cannot be referred to weakly: asked again each time
-        return answer
-
-
 def _set_flag(states: list[State], flag: Tensor) -> None:
     for state in states:
         state.setdefault("own", state["found_inf_per_device"])
         state["found_inf_per_device"] = {flag.device: flag}
 
 
-def out_of_order(method: str, state: State) -> ScalerStateError:
-    if state["stage"] is OptState.STEPPED:
-        return ScalerStateError(
-            f"{method}() was called after step() of the same optimizer: "
-            "call scaler.update() first, which ends the iteration"
-        )
-    done = "clip_grad_norm_()" if "divisor" in state or "recheck" in state else "unscale_()"
-    return ScalerStateError(
-        f"{method}() was called after {done}, which has unscaled this optimizer's gradients "
-        "already: call it once for all micro-batches together, then scaler.step(optimizer) and "
-        "scaler.update()"
-    )
+def recheck(scaler: Stepper, states: list[dict[str, Any]]) -> Tensor | None:
+    """After a norm that was not finite: unscale and clip exactly. The flag of all these optimizers.
+
+    A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
+    """
+    assert scaler._scale is not None
+    inverse, again, flags = scaler._scale.reciprocal(), [], []
+    for state in states:
+        own = state.get("own", state["found_inf_per_device"])
+        if "recheck" in state and any(flag.item() for flag in own.values()):
+            own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
+            again.append((_grads.params_of(state["optimizer"]), *state["recheck"]))
+        flags += own.values()
+    flag = _grads.any_flag(flags, scaler._scale.device)
+    if flag is not None and not flag.item():
+        for params, max_norm, norm_type in again:
+            _clip_unscaled(scaler, params, max_norm, norm_type, False)
+    return flag

@@ -139,3 +139,6 @@ class VendorScaler(GradScaler):
         super().load_state_dict(state_dict)
         if state_dict:
             self._vendor.load_state_dict({**self._vendor.state_dict(), **state_dict})
+
+
+GradScaler._for_vendor = VendorScaler

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from .._choice.choice import Plan
+from .._front import Plan
 from ..errors import ArgumentError, ArgumentTypeError
 from .race import Together, alone
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._choice.choice import Plan
+from .._front import Plan
 from .._torch.matmul import PRECISIONS as MATMULS
 from ..contract.records import LOW_PRECISION
 from ..contract.spelling import named_precision, short_name

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from .put_back import slots_of
-from .snapshot import LONGEST, holds_state, is_librarys, is_plain, is_walked
+from .snapshot import LONGEST, holds_state, is_librarys, is_plain, is_walked, slots_of
 
 __all__ = ["reachable", "reachable_state"]
 

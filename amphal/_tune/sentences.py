@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from .._choice.measurement import Measurement
 
 __all__ = ["NOISY", "Measurement", "duration", "sentences"]
 
 NOISY = 0.3
 """A spread beyond which a choice is doubtful."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What :func:`amphal.tune` found of one candidate."""
-
-    candidate: str
-    """Its name: ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp32:medium"`` …"""
-    seconds: float | None
-    """The median time of a step; None where it was never timed."""
-    ratio: float | None
-    """Its time as a multiple of the shortest median, round by round; None where never timed."""
-    spread: float | None
-    """How far the middle half of its times lies apart, as a part of the median; None if untimed."""
-    rounds: int
-    """How many interleaved rounds it took part in."""
-    loss: float | None
-    """Of the same early step for all candidates, from the same state; None without a loss."""
-    dropped: bool = False
-    """True where it could not be chosen."""
-    note: str = ""
-    """Why it was dropped, or stopped before the end."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain JSON-able values."""
-        return asdict(self)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._choice.choice import Plan
+from .._front import Plan
 from ..errors import ArgumentTypeError
 
 __all__ = ["Seen", "Step", "compare", "problem_of", "see"]

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from .. import _environment as _env
+from .. import _front as _detect
 from .._choice import choice as _plan
-from .._choice import choose as _detect
-from .._choice.choice import Plan
+from .._front import Plan
 from .._torch import matmul as _matmul
 from .._torch import private as _compat
 from ..contract import registry as _registry
@@ -232,7 +232,7 @@ def _plans(given: Any, base: Plan, backend: Backend, matmuls: dict[str, str]) ->
 
 
 def _key(base: Plan, plans: dict[str, Plan], rtol: float | None) -> dict[str, Any]:
-    from .. import __version__
+    from .._version import __version__
 
     return {
         "hardware": base.hardware.to_dict(),

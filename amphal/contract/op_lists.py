@@ -7,31 +7,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, OpPolicyError, did_you_mean
-
-__all__ = ["POLICIES", "OpDiff", "OpLists", "base_name", "plain_name"]
-
-POLICIES = (
-    "lower_precision",
-    "fp32",
-    "fp32_set_opt_dtype",
-    "fp32_append_dtype",
-    "promote",
-    "banned",
-    "as_is",
+from .op_names import (
+    POLICIES,
+    _is_loaded,
+    base_name,
+    expand,
+    is_defined,
+    overloads,
+    plain_name,
+    refusal,
 )
-"""Every policy that an op can have, in torch's own words; ``as_is`` is an op that is not listed."""
-
-
-def plain_name(op: str) -> str:
-    """``op`` as these lists spell it: ``"softmax.int"`` for ``"aten::softmax.int"``, and the
-    unnamed overload, which torch also calls ``"mm.default"``, as ``"mm"``.
-    """
-    return op.removeprefix("aten::").removesuffix(".default")
-
-
-def base_name(op: str) -> str:
-    """``"softmax.int"`` without its overload."""
-    return op.split(".")[0]
 
 
 class OpDiff(dict[str, tuple[str, str]]):
@@ -123,8 +108,6 @@ class OpLists:
                 )
             if found:
                 return next(iter(found.values()))
-        from .op_names import overloads  # asks torch, which this record otherwise does not
-
         overloads(op)
         return "as_is"
 
@@ -149,8 +132,6 @@ class OpLists:
         Raises:
             OpPolicyError: an unknown op or policy, or a policy that makes no sense for the op.
         """
-        from .op_names import expand
-
         table = dict(self)
         for op, policy in expand({**(ops or {}), **policies}).items():
             table.pop(op, None)
@@ -199,3 +180,30 @@ def _from_table(table: Mapping[str, str]) -> OpLists:
     for op, policy in table.items():
         sets[policy].add(op)
     return OpLists(**{name: frozenset(ops) for name, ops in sets.items()})
+
+
+def expand_lists(lists: OpLists) -> dict[str, str]:
+    """Validated: overload to policy, for all that whole lists name and that is loaded.
+
+    A bare name is the unnamed overload, as in the lists of a device, and where there is none all
+    overloads. Names of namespaces that are not loaded are left out.
+
+    Raises:
+        OpPolicyError: unclassified ops, an unknown op, or a policy that makes no sense for the op.
+    """
+    if lists.unclassified:
+        raise OpPolicyError(
+            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
+            "give them policies with .replace(...)"
+        )
+    table: dict[str, str] = {}
+    exact: dict[str, str] = {}
+    for op, policy in lists:
+        if is_defined(op):
+            reason = refusal(op, policy)
+            if reason is not None:
+                raise OpPolicyError(f"{policy!r} makes no sense for {op!r}: {reason}")
+            exact[op] = policy
+        elif _is_loaded(op):
+            table.update(expand({op: policy}))
+    return {**table, **exact}

@@ -15,17 +15,29 @@ import torch
 
 from .._torch import private as _compat
 from ..errors import ArgumentTypeError, OpPolicyError, did_you_mean
-from .op_lists import POLICIES, OpLists, base_name, plain_name
 
-__all__ = [
-    "dtype_overload",
-    "expand",
-    "expand_lists",
-    "is_defined",
-    "op_overload",
-    "overloads",
-    "qualified",
-]
+POLICIES = (
+    "lower_precision",
+    "fp32",
+    "fp32_set_opt_dtype",
+    "fp32_append_dtype",
+    "promote",
+    "banned",
+    "as_is",
+)
+"""Every policy that an op can have, in torch's own words; ``as_is`` is an op that is not listed."""
+
+
+def plain_name(op: str) -> str:
+    """``op`` as these lists spell it: ``"softmax.int"`` for ``"aten::softmax.int"``, and the
+    unnamed overload, which torch also calls ``"mm.default"``, as ``"mm"``.
+    """
+    return op.removeprefix("aten::").removesuffix(".default")
+
+
+def base_name(op: str) -> str:
+    """``"softmax.int"`` without its overload."""
+    return op.split(".")[0]
 
 
 def qualified(op: str) -> str:
@@ -184,33 +196,6 @@ def refusal(op: str, policy: str) -> str | None:
     """Why ``policy`` makes no sense for this overload, which is defined; None if it makes sense."""
     reason = _refusal if "::" in op else _refusal_in_aten
     return reason(op, policy) if policy in _CASTING else None
-
-
-def expand_lists(lists: OpLists) -> dict[str, str]:
-    """Validated: overload to policy, for all that whole lists name and that is loaded.
-
-    A bare name is the unnamed overload, as in the lists of a device, and where there is none all
-    overloads. Names of namespaces that are not loaded are left out.
-
-    Raises:
-        OpPolicyError: unclassified ops, an unknown op, or a policy that makes no sense for the op.
-    """
-    if lists.unclassified:
-        raise OpPolicyError(
-            f"these op lists don't say what to do with {', '.join(sorted(lists.unclassified))}; "
-            "give them policies with .replace(...)"
-        )
-    table: dict[str, str] = {}
-    exact: dict[str, str] = {}
-    for op, policy in lists:
-        if is_defined(op):
-            reason = refusal(op, policy)
-            if reason is not None:
-                raise OpPolicyError(f"{policy!r} makes no sense for {op!r}: {reason}")
-            exact[op] = policy
-        elif _is_loaded(op):
-            table.update(expand({op: policy}))
-    return {**table, **exact}
 
 
 def _is_loaded(op: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._choice.choose import Plan
+from .._front import Plan
 from ..errors import ArgumentTypeError, MissingExtraError
 
 __all__ = ["framework", "require_plan", "require_scaler"]

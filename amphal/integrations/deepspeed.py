@@ -16,7 +16,7 @@ import torch
 
 from .._autocast import engines as _owner
 from .._autocast.autocast import autocast
-from .._choice.choose import Plan
+from .._front import Plan
 from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .._choice.choose import Plan
+from .._front import Plan
 from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError
 from ._extra import require_plan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._choice.choose import Plan
+from .._front import Plan
 from .._scaler.scaler import GradScaler
 from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._choice.choose import Plan
+from .._front import Plan
 from ..errors import ArgumentTypeError
 from ._extra import framework, require_plan
 

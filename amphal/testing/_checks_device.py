@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from .. import _front as _detect
 from .._autocast import autocast as _autocast
 from .._casting import live_lists as _ops
-from .._choice import choose as _detect
 from ..contract.records import LOW_PRECISION
 from ..errors import OpPolicyError, PrecisionWarning
 from ._calls import CALLS, expected_dtype

@@ -13,12 +13,12 @@ from importlib import metadata
 import pytest
 import torch
 
-from .._choice import choose as _detect
+from .. import _front as _detect
 from .._torch.private import all_op_names
 from ..contract import registry as _registry
 from ..contract.guard import answering
-from ..contract.op_lists import OpLists, base_name
-from ..contract.op_names import is_defined, overloads, refusal
+from ..contract.op_lists import OpLists
+from ..contract.op_names import base_name, is_defined, overloads, refusal
 from ..contract.records import LOW_PRECISION, Availability, DtypeSupport, Hardware, ScalerSupport
 from ..errors import DeviceNotAvailableError, UnknownDeviceError, UnsupportedPrecisionError
 from ._subject import (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._choice import choose as _detect
-from .._precast.readers import tensors_in
+from .._torch.nested import tensors_in
 from ..contract import op_names as _opnames
 from ..errors import ArgumentError, OpPolicyError
 

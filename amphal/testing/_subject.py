@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._choice import choose as _detect
+from .. import _front as _detect
 from ..contract import registry as _registry
 from ..contract.records import Availability, Backend, Hardware
 from ..errors import PrecisionWarning

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._choice import choose as _detect
+from .. import _front as _detect
 from .._scaler import scaler as _scaler
 from ..contract import registry as _registry
 

@@ -1,0 +1,3 @@
+"""The version, for programs."""
+
+__version__ = "0.1.0"
