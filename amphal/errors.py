@@ -6,27 +6,23 @@
      ├─ ArgumentError                 (ValueError)    a value that is not allowed
      │   ├─ UnknownDeviceError                        no backend is registered for this device type
      │   ├─ UnsupportedPrecisionError                 this hardware cannot do this precision
-     │   ├─ OpPolicyError                             an op or a casting policy that does not exist
-     │   │   └─ BannedOpError     (RuntimeError)  an op that is unsafe under autocast was called
-     │   ├─ ScalerArgumentError       (AssertionError) a value that a scaler cannot use
+     │   ├─ OpPolicyError             (RuntimeError)  an unknown op or policy, or a banned op
      │   └─ StateDictError                            a state that cannot be loaded
-     │       └─ MissingStateKeyError  (KeyError)      a state without an entry it needs
      ├─ ArgumentTypeError             (TypeError)     a value of the wrong type
-     ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
-     ├─ MissingExtraError             (ImportError)   a framework that is not installed
+     ├─ AutocastStateError            (RuntimeError)  a region left where it was not entered
      ├─ BackendError                  (RuntimeError)  a backend that cannot be used, and why
      │   └─ DuplicateBackendError                     two backends claim one device type
-     ├─ RegionStateError              (RuntimeError)  a region left where it was not entered
-     ├─ PrecastError                  (RuntimeError)  a precast model used as it can't be
-     ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
-     ├─ ScalerStateError              (RuntimeError)  a scaler's methods called out of order
-     │   └─ MissingCallError          (AssertionError) a call that had to come first is missing
-     ├─ TuneError                     (RuntimeError)  no candidate could be chosen
+     ├─ DeviceNotAvailableError       (RuntimeError)  the backend exists, the device does not
+     ├─ MissingExtraError             (ImportError)   a framework that is not installed
      ├─ NonFiniteGradientError        (RuntimeError)  a gradient norm that cannot be clipped to
-     └─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
+     ├─ PrecastError                  (RuntimeError)  a precast model used in an unsupported way
+     ├─ ScaleCollapseError            (ArithmeticError) the loss scale can fall no further
+     ├─ ScalerStateError (RuntimeError, AssertionError) a scaler's methods called out of order
+     ├─ TorchTooOldError              (RuntimeError)  this torch lacks something that was asked for
+     └─ TuneError                     (RuntimeError)  no candidate could be chosen
 
     AmphalWarning                     (UserWarning)
-     ├─ OwnerWarning                                  a region stepped aside for an engine
+     ├─ EngineWarning                                 a region does nothing: an engine casts itself
      └─ PrecisionWarning                              the precision named is emulated or slow
 
 Every message says what was given, what is allowed and what to do.
@@ -42,21 +38,17 @@ __all__ = [
     "AmphalWarning",
     "ArgumentError",
     "ArgumentTypeError",
+    "AutocastStateError",
     "BackendError",
-    "BannedOpError",
     "DeviceNotAvailableError",
     "DuplicateBackendError",
-    "MissingCallError",
+    "EngineWarning",
     "MissingExtraError",
-    "MissingStateKeyError",
     "NonFiniteGradientError",
     "OpPolicyError",
-    "OwnerWarning",
     "PrecastError",
     "PrecisionWarning",
-    "RegionStateError",
     "ScaleCollapseError",
-    "ScalerArgumentError",
     "ScalerStateError",
     "StateDictError",
     "TorchTooOldError",
@@ -86,26 +78,12 @@ class UnsupportedPrecisionError(ArgumentError):
     """This hardware cannot do this precision at all; the message says what it can."""
 
 
-class OpPolicyError(ArgumentError):
-    """An op or a casting policy that does not exist; the message offers near names."""
-
-
-class ScalerArgumentError(ArgumentError, AssertionError):
-    """A value that a gradient scaler cannot work with. torch's own raises AssertionError there."""
-
-
-class BannedOpError(OpPolicyError, RuntimeError):
-    """An op that is unsafe under autocast was called. torch raises RuntimeError there."""
+class OpPolicyError(ArgumentError, RuntimeError):
+    """An op or a policy that does not exist, or an op that autocast bans (torch: RuntimeError)."""
 
 
 class StateDictError(ArgumentError):
     """A state that cannot be loaded; nothing was changed."""
-
-
-class MissingStateKeyError(StateDictError, KeyError):
-    """A state without an entry that it must have. torch's own scaler raises KeyError there."""
-
-    __str__ = Exception.__str__  # KeyError shows the repr of a message
 
 
 class DeviceNotAvailableError(AmphalError, RuntimeError):
@@ -124,7 +102,7 @@ class DuplicateBackendError(BackendError):
     """Two backends claim one device type; the message names both."""
 
 
-class RegionStateError(AmphalError, RuntimeError):
+class AutocastStateError(AmphalError, RuntimeError):
     """An autocast region was left where it had not been entered."""
 
 
@@ -140,12 +118,11 @@ class TuneError(AmphalError, RuntimeError):
     """No candidate of ``tune()`` could be chosen; the message gives the reason of each."""
 
 
-class ScalerStateError(AmphalError, RuntimeError):
-    """A scaler's methods were called out of order; the message says which call is missing."""
+class ScalerStateError(AmphalError, RuntimeError, AssertionError):
+    """A scaler's methods were called out of order; the message says which call is missing.
 
-
-class MissingCallError(ScalerStateError, AssertionError):
-    """A call that had to come first is missing. torch's own scaler raises AssertionError there."""
+    torch's own scaler raises RuntimeError for some orders and AssertionError for others.
+    """
 
 
 class NonFiniteGradientError(AmphalError, RuntimeError):
@@ -160,7 +137,7 @@ class AmphalWarning(UserWarning):
     """The base of amphal's warnings."""
 
 
-class OwnerWarning(AmphalWarning):
+class EngineWarning(AmphalWarning):
     """A region stepped aside, because the engine around it owns mixed precision."""
 
 

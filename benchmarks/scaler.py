@@ -216,7 +216,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
 
     plan = amphal.detect(args.device)
-    backend = amphal.get_backend(plan.hardware.device_type)
+    backend = amphal.contract.get_backend(plan.hardware.device_type)
     wait = backend.synchronize or (lambda: None)
     large, small = (args.tensors, args.numel), (args.tensors, 64)
     cases = [

@@ -166,7 +166,7 @@ def measure(name: str, budget: float, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     base = amphal.detect()
     step = WORKLOADS[name](base)
-    backend = amphal.get_backend(base.hardware.device_type)
+    backend = amphal.contract.get_backend(base.hardware.device_type)
     start = time.perf_counter()
     chosen = amphal.tune(step, budget_s=budget)
     took = time.perf_counter() - start

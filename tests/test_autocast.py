@@ -15,7 +15,15 @@ import pytest
 import torch
 
 import amphal
+from amphal.contract import Availability, get_backend
 from amphal.contract import registry as _registry
+from amphal.errors import (
+    ArgumentTypeError,
+    AutocastStateError,
+    DeviceNotAvailableError,
+    UnknownDeviceError,
+    UnsupportedPrecisionError,
+)
 from amphal.testing import simulate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -125,21 +133,21 @@ def test_a_slow_dtype_warns_once() -> None:
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        (("cud",), amphal.UnknownDeviceError, "cuda"),
-        (("npu", BF16), amphal.UnknownDeviceError, "no backend"),
-        (("npu", BF16, False), amphal.UnknownDeviceError, "no backend"),
-        (("meta", BF16), amphal.UnknownDeviceError, "no backend"),
-        ((7,), amphal.ArgumentTypeError, "got int"),
-        (("cpu", torch.float64), amphal.UnsupportedPrecisionError, "float64"),
-        (("cpu", torch.int8), amphal.UnsupportedPrecisionError, "int8"),
-        (("cpu", "half-ish"), amphal.UnsupportedPrecisionError, "half-ish"),
-        (("cpu", 16), amphal.ArgumentTypeError, "got int"),
-        (("cpu", BF16, 1), amphal.ArgumentTypeError, "enabled must be True or False"),
-        (("cpu", BF16, None), amphal.ArgumentTypeError, "enabled must be True or False"),
-        (("cpu", BF16, True, "no"), amphal.ArgumentTypeError, "cache_enabled must be"),
-        ((torch.nn.Linear(1, 1),), amphal.ArgumentTypeError, "got Linear"),
-        ((amphal.Hardware("cpu", "x"),), amphal.ArgumentTypeError, "description"),
-        ((len, BF16), amphal.ArgumentTypeError, "decorates the function below"),
+        (("cud",), UnknownDeviceError, "cuda"),
+        (("npu", BF16), UnknownDeviceError, "no backend"),
+        (("npu", BF16, False), UnknownDeviceError, "no backend"),
+        (("meta", BF16), UnknownDeviceError, "no backend"),
+        ((7,), ArgumentTypeError, "got int"),
+        (("cpu", torch.float64), UnsupportedPrecisionError, "float64"),
+        (("cpu", torch.int8), UnsupportedPrecisionError, "int8"),
+        (("cpu", "half-ish"), UnsupportedPrecisionError, "half-ish"),
+        (("cpu", 16), ArgumentTypeError, "got int"),
+        (("cpu", BF16, 1), ArgumentTypeError, "enabled must be True or False"),
+        (("cpu", BF16, None), ArgumentTypeError, "enabled must be True or False"),
+        (("cpu", BF16, True, "no"), ArgumentTypeError, "cache_enabled must be"),
+        ((torch.nn.Linear(1, 1),), ArgumentTypeError, "got Linear"),
+        ((amphal.Hardware("cpu", "x"),), ArgumentTypeError, "description"),
+        ((len, BF16), ArgumentTypeError, "decorates the function below"),
     ],
 )
 def test_bad_input_is_an_error_and_changes_nothing(
@@ -154,11 +162,11 @@ def test_bad_input_is_an_error_and_changes_nothing(
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
 def test_an_absent_device_is_the_same_error_on_every_device(device: str) -> None:
     """torch warns for cuda and stays silent for mps; here both refuse. Off asks for nothing."""
-    backend = amphal.get_backend(device)
-    absent = dataclasses.replace(backend, available=lambda: amphal.Availability(False, "not here"))
+    backend = get_backend(device)
+    absent = dataclasses.replace(backend, available=lambda: Availability(False, "not here"))
     with _registry.overridden(absent):
         for spelling in (device, f"{device}:0", torch.device(device)):
-            with pytest.raises(amphal.DeviceNotAvailableError, match="not here"):
+            with pytest.raises(DeviceNotAvailableError, match="not here"):
                 amphal.autocast(spelling, FP16)
             assert not torch.is_autocast_enabled(device)
         with amphal.autocast(device, enabled=False):
@@ -168,7 +176,7 @@ def test_an_absent_device_is_the_same_error_on_every_device(device: str) -> None
 def test_an_impossible_dtype_is_an_error() -> None:
     """What the hardware cannot do at all never becomes fp32 in silence."""
     old = amphal.Hardware("mps", "Apple M2", architecture="M2", os="darwin", os_version=(13, 6))
-    with simulate(old), pytest.raises(amphal.UnsupportedPrecisionError, match="cannot do"):
+    with simulate(old), pytest.raises(UnsupportedPrecisionError, match="cannot do"):
         amphal.autocast("mps", BF16)
 
 
@@ -266,14 +274,14 @@ def test_an_interrupt_at_any_step_leaves_nothing(
 def test_leaving_what_was_not_entered_is_an_error() -> None:
     """Exit without enter, or in another thread, is named instead of corrupting state."""
     region = amphal.autocast("cpu", BF16)
-    with pytest.raises(amphal.RegionStateError, match="not entered"):
+    with pytest.raises(AutocastStateError, match="not entered"):
         region.__exit__(None, None, None)
     errors: list[BaseException] = []
 
     def leave() -> None:
         try:
             region.__exit__(None, None, None)
-        except amphal.RegionStateError as exc:
+        except AutocastStateError as exc:
             errors.append(exc)
 
     with region:
@@ -396,7 +404,7 @@ def test_decorators_bare_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
     assert bare(X).dtype is FP32
     assert called(X).dtype is BF16
-    with pytest.raises(amphal.ArgumentTypeError, match="decorates a callable, got int"):
+    with pytest.raises(ArgumentTypeError, match="decorates a callable, got int"):
         amphal.autocast("cpu", BF16)(3)  # type: ignore[type-var]
 
 
@@ -458,12 +466,13 @@ def test_new_threads_start_with_autocast_off() -> None:
 def test_a_plan_for_a_device_that_is_not_here_is_refused() -> None:
     """A described or unpickled plan must not enter a region that changes nothing."""
     backend = dataclasses.replace(
-        amphal.get_backend("cuda"), available=lambda: amphal.Availability(False, "not here")
+        get_backend("cuda"),
+        available=lambda: Availability(False, "not here"),
     )
     plan = amphal.detect(amphal.Hardware("cuda", "Tesla T4", vendor="nvidia", capability=(7, 5)))
     with _registry.overridden(backend):
         for use in (plan.autocast, lambda: amphal.autocast(plan, "bf16")):
-            with pytest.raises(amphal.DeviceNotAvailableError, match="not here"):
+            with pytest.raises(DeviceNotAvailableError, match="not here"):
                 use()
         with plan.autocast(enabled=False):
             pass
@@ -487,7 +496,7 @@ def test_flags_are_told_by_identity() -> None:
     """1 is no flag, also after True has been cached."""
     amphal.autocast("cpu", BF16, True, True)
     for enabled, cache in ((1, True), (True, 1), (True, 1.0)):
-        with pytest.raises(amphal.ArgumentTypeError):
+        with pytest.raises(ArgumentTypeError):
             amphal.autocast("cpu", BF16, enabled, cache)  # type: ignore[arg-type]
 
 
@@ -533,7 +542,7 @@ def test_static_methods_callable_objects_and_classes() -> None:
     assert next(Holder.generate()) is BF16
     assert Holder.plain() is BF16
     assert asyncio.run(amphal.autocast("cpu", BF16)(Holder())()) is BF16
-    with pytest.raises(amphal.ArgumentTypeError, match="class Holder"):
+    with pytest.raises(ArgumentTypeError, match="class Holder"):
         amphal.autocast("cpu", BF16)(Holder)
 
 

@@ -11,9 +11,10 @@ import torch
 from stand_ins import Patch, known, raises
 
 import amphal
-from amphal import Hardware, ScalerSupport
+from amphal import Hardware
+from amphal.contract import ScalerSupport, get_backend, registered_backends
 
-CPU = amphal.get_backend("cpu")
+CPU = get_backend("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ CPU implementer\t: 0x41
 def test_there_is_always_a_cpu() -> None:
     """The CPU is available and of the lowest priority: it is the fallback."""
     assert CPU.available()
-    others = [r.backend for r in amphal.registered_backends().values() if r.backend]
+    others = [r.backend for r in registered_backends().values() if r.backend]
     assert min(b.priority for b in others) == CPU.priority
 
 

@@ -11,8 +11,10 @@ from stand_ins import Patch, answers, cuda_build, cuda_device, known
 
 import amphal
 from amphal import Hardware
+from amphal.contract import get_backend
+from amphal.errors import UnsupportedPrecisionError
 
-CUDA = amphal.get_backend("cuda")
+CUDA = get_backend("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +127,7 @@ def test_rocm_is_decided_by_architecture_not_by_torch(monkeypatch: Patch) -> Non
     assert hardware.capability is None, "ROCm's major and minor are no compute capability"
     assert CUDA.dtypes(hardware)[torch.bfloat16].level == "absent"
     assert amphal.detect(hardware).dtype is torch.float16
-    with pytest.raises(amphal.UnsupportedPrecisionError, match=r"LLVM.*It can do: fp16, fp32"):
+    with pytest.raises(UnsupportedPrecisionError, match=r"LLVM.*It can do: fp16, fp32"):
         amphal.detect(hardware, precision="bf16")
 
 

@@ -11,9 +11,10 @@ import torch
 from stand_ins import Patch, answers, known, mac, raises
 
 import amphal
-from amphal import ScalerSupport
+from amphal.contract import ScalerSupport, get_backend
+from amphal.errors import UnsupportedPrecisionError
 
-MPS = amphal.get_backend("mps")
+MPS = get_backend("mps")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_bf16_before_macos_14_falls_back_to_fp16_and_says_why(chip: str) -> None
     plan = amphal.detect(hardware)
     assert plan.dtype is torch.float16
     assert "needs macOS 14 (Metal 3.1), this is macOS 13.6" in plan.explain()
-    with pytest.raises(amphal.UnsupportedPrecisionError, match="macOS 14"):
+    with pytest.raises(UnsupportedPrecisionError, match="macOS 14"):
         amphal.detect(hardware, precision="bf16")
 
 

@@ -10,9 +10,11 @@ import torch
 from stand_ins import Patch, answers, known, xpu_device
 
 import amphal
-from amphal import Hardware, ScalerSupport
+from amphal import Hardware
+from amphal.contract import ScalerSupport, get_backend
+from amphal.errors import DeviceNotAvailableError, UnsupportedPrecisionError
 
-XPU = amphal.get_backend("xpu")
+XPU = get_backend("xpu")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def test_xpu_without_a_device_is_no(monkeypatch: Patch) -> None:
     assert not answer
     assert "sycl-ls" in answer.reason
     assert "ZE_AFFINITY_MASK='7'" in answer.reason
-    with pytest.raises(amphal.DeviceNotAvailableError, match="sycl-ls"):
+    with pytest.raises(DeviceNotAvailableError, match="sycl-ls"):
         amphal.detect("xpu", precision="bf16")
 
 
@@ -92,7 +94,7 @@ def test_an_xpu_without_fp16_cannot_do_fp16() -> None:
     """Without the fp16 aspect kernels fail to run, so fp16 is absent there."""
     hardware = Hardware("xpu", "Intel(R) Graphics", flags=frozenset({"has_fp64"}))
     assert amphal.detect(hardware).dtype is torch.float32
-    with pytest.raises(amphal.UnsupportedPrecisionError, match="no fp16"):
+    with pytest.raises(UnsupportedPrecisionError, match="no fp16"):
         amphal.detect(hardware, precision="fp16")
 
 

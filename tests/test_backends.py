@@ -15,10 +15,21 @@ import torch
 from stand_ins import Patch, answers, cuda_build, known, raises, xpu_device
 
 import amphal
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import (
+    Availability,
+    Backend,
+    DtypeSupport,
+    ScalerSupport,
+    get_backend,
+    register_backend,
+    registered_backends,
+    unregister_backend,
+)
+from amphal.errors import UnknownDeviceError, UnsupportedPrecisionError
 from amphal.testing import simulate
 
-CUDA, XPU, MPS, CPU = (amphal.get_backend(name) for name in ("cuda", "xpu", "mps", "cpu"))
+CUDA, XPU, MPS, CPU = (get_backend(name) for name in ("cuda", "xpu", "mps", "cpu"))
 BUILT_IN = (CUDA, XPU, MPS, CPU)
 
 
@@ -48,8 +59,8 @@ def test_available_never_raises(backend: Backend, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", ["npu", "musa", "mlu", "auto", "no_such_device"])
 def test_an_unknown_device_is_an_amphal_error_not_a_crash(name: str) -> None:
     """Asking for a plug-in that isn't installed says so, where torch raises RuntimeError."""
-    assert name not in amphal.registered_backends()
-    with pytest.raises(amphal.UnknownDeviceError, match="no backend is registered"):
+    assert name not in registered_backends()
+    with pytest.raises(UnknownDeviceError, match="no backend is registered"):
         amphal.detect(name)
 
 
@@ -58,7 +69,7 @@ def test_one_registry_answers_for_a_device() -> None:
     hardware = known("m1-macos14", index=0)
     with simulate(hardware, priority=1000):
         plans = [amphal.detect(), amphal.detect("mps"), amphal.detect(torch.device("mps", 0))]
-        declared = dict(amphal.get_backend("mps").dtypes(hardware))
+        declared = dict(get_backend("mps").dtypes(hardware))
     for plan in (*plans, amphal.detect(hardware)):
         assert {d: plan.support[d] for d in declared} == declared
         assert (plan.dtype, plan.use_scaler) == (torch.float16, True)
@@ -84,7 +95,7 @@ def test_support_is_whole_on_an_empty_record(backend: Backend) -> None:
 def test_importing_the_backends_imports_no_vendor_module_and_touches_no_device() -> None:
     """Loading all four backends leaves the devices uninitialised and vendor modules unimported."""
     code = (
-        "import sys, torch, amphal; amphal.registered_backends(); "
+        "import sys, torch, amphal; amphal.contract.registered_backends(); "
         "bad = {'intel_extension_for_pytorch', 'pynvml', 'amdsmi'} & set(sys.modules); "
         "assert not bad, bad; "
         "assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()"
@@ -136,16 +147,16 @@ def saturating_backend() -> Backend:
 def test_a_plug_in_answers_for_its_own_device_before_training_starts() -> None:
     """A 910A's bf16 is refused by detect(); its fp16 isn't chosen while no overflow can be seen."""
     backend = saturating_backend()
-    amphal.register_backend(backend)
+    register_backend(backend)
     try:
         plan = amphal.detect("npu")
         assert (plan.dtype, plan.use_scaler) == (torch.float32, False)
         assert "saturates" in plan.explain()
-        with pytest.raises(amphal.UnsupportedPrecisionError, match="910A has no bf16"):
+        with pytest.raises(UnsupportedPrecisionError, match="910A has no bf16"):
             amphal.detect("npu", precision="bf16")
         vendor = dataclasses.replace(backend, vendor_scaler=lambda: torch.amp.GradScaler)
-        amphal.register_backend(vendor, replace=True)
+        register_backend(vendor, replace=True)
         plan = amphal.detect("npu")
         assert (plan.dtype, plan.use_scaler) == (torch.float16, True)
     finally:
-        amphal.unregister_backend("npu")
+        unregister_backend("npu")

@@ -10,6 +10,12 @@ import pytest
 import torch
 
 import amphal
+from amphal.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AutocastStateError,
+    UnsupportedPrecisionError,
+)
 from amphal.testing import simulate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -160,19 +166,19 @@ def test_backward_without_a_decorated_forward_is_named() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             return grad
 
-    with pytest.raises(amphal.RegionStateError, match="custom_fwd"):
+    with pytest.raises(AutocastStateError, match="custom_fwd"):
         Half.apply(torch.ones(1, requires_grad=True)).backward()
 
 
 def test_wrong_arguments() -> None:
     """What is no device, dtype or function is refused where it is written."""
-    with pytest.raises(amphal.ArgumentTypeError, match="decorates a function"):
+    with pytest.raises(ArgumentTypeError, match="decorates a function"):
         amphal.custom_fwd(3)  # type: ignore[call-overload]
-    with pytest.raises(amphal.ArgumentTypeError, match="decorates a function"):
+    with pytest.raises(ArgumentTypeError, match="decorates a function"):
         amphal.custom_bwd(3)  # type: ignore[call-overload]
-    with pytest.raises(amphal.UnsupportedPrecisionError, match="int8"):
+    with pytest.raises(UnsupportedPrecisionError, match="int8"):
         amphal.custom_fwd(cast_inputs=torch.int8)
-    with pytest.raises(amphal.ArgumentError, match="nodevice"):
+    with pytest.raises(ArgumentError, match="nodevice"):
         amphal.custom_fwd(device_type="nodevice")
 
 
@@ -214,5 +220,5 @@ def test_a_forward_without_ctx() -> None:
         y = Modern.apply(x)
     assert y.dtype is FP32
     assert not hasattr(x, "_amphal_autocast")
-    with pytest.raises(amphal.RegionStateError, match="setup_context"):
+    with pytest.raises(AutocastStateError, match="setup_context"):
         y.sum().backward()

@@ -12,6 +12,15 @@ import pytest
 import torch
 
 import amphal
+from amphal.contract import Availability, ScalerSupport, get_backend, register_backend
+from amphal.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackendError,
+    DeviceNotAvailableError,
+    UnknownDeviceError,
+    UnsupportedPrecisionError,
+)
 from amphal.testing import simulate
 
 T4 = amphal.Hardware("cuda", "Tesla T4", vendor="nvidia", capability=(7, 5))
@@ -37,7 +46,7 @@ def test_why_the_others_are_absent_is_told() -> None:
     """A "no" carries its reason into the explanation."""
     plan = amphal.detect()
     passed = [n for n in ("cuda", "xpu", "mps") if n != plan.device.type]
-    missing = [n for n in passed if not amphal.get_backend(n).available()]
+    missing = [n for n in passed if not get_backend(n).available()]
     assert all(n in plan.explain() for n in missing)
 
 
@@ -66,7 +75,7 @@ def test_cards_of_two_kinds_are_answered_one_by_one() -> None:
             probe=lambda index: (T4, H100)[current[0] if index is None else index],
             current_index=lambda: current[0],
         )
-        amphal.register_backend(two, replace=True)
+        register_backend(two, replace=True)
         assert amphal.detect("cuda:0").dtype is torch.float16
         assert amphal.detect("cuda:1").dtype is torch.bfloat16
         assert amphal.detect("cuda").dtype is torch.float16
@@ -107,24 +116,24 @@ def test_fp16_ties_the_scaler_to_the_dtype() -> None:
 def test_a_precision_that_the_hardware_lacks_is_an_error_that_says_what_it_can() -> None:
     """Never a silent fallback to fp32."""
     old = amphal.Hardware("mps", "Apple M2", architecture="M2", os="darwin", os_version=(13, 6))
-    with pytest.raises(amphal.UnsupportedPrecisionError, match=r"bf16.*It can do: .*fp16"):
+    with pytest.raises(UnsupportedPrecisionError, match=r"bf16.*It can do: .*fp16"):
         amphal.detect(old, precision="bf16")
 
 
 @pytest.mark.parametrize(
     ("device", "error", "message"),
     [
-        ("cud", amphal.UnknownDeviceError, "'cuda'"),
-        ("npu", amphal.UnknownDeviceError, "no backend is registered for device type 'npu'"),
-        ("", amphal.ArgumentError, "must look like"),
-        ("CUDA", amphal.ArgumentError, "'cuda'"),
-        ("cuda:", amphal.ArgumentError, "must look like"),
-        ("cuda:-1", amphal.ArgumentError, "must look like"),
-        ("cuda 0", amphal.ArgumentError, "must look like"),
-        (0, amphal.ArgumentTypeError, "got int"),
-        (b"cuda", amphal.ArgumentTypeError, "got bytes"),
-        ([], amphal.ArgumentTypeError, "got list"),
-        (torch.float16, amphal.ArgumentTypeError, "got dtype"),
+        ("cud", UnknownDeviceError, "'cuda'"),
+        ("npu", UnknownDeviceError, "no backend is registered for device type 'npu'"),
+        ("", ArgumentError, "must look like"),
+        ("CUDA", ArgumentError, "'cuda'"),
+        ("cuda:", ArgumentError, "must look like"),
+        ("cuda:-1", ArgumentError, "must look like"),
+        ("cuda 0", ArgumentError, "must look like"),
+        (0, ArgumentTypeError, "got int"),
+        (b"cuda", ArgumentTypeError, "got bytes"),
+        ([], ArgumentTypeError, "got list"),
+        (torch.float16, ArgumentTypeError, "got dtype"),
     ],
 )
 def test_a_wrong_device(device: object, error: type[Exception], message: str) -> None:
@@ -138,12 +147,12 @@ def test_a_wrong_device(device: object, error: type[Exception], message: str) ->
 @pytest.mark.parametrize(
     ("precision", "error", "message"),
     [
-        ("bf17", amphal.UnsupportedPrecisionError, "Did you mean 'bf16'"),
-        ("", amphal.UnsupportedPrecisionError, "'bf16', 'fp16', 'fp32'"),
-        (torch.float64, amphal.UnsupportedPrecisionError, "float64"),
-        (torch.int8, amphal.UnsupportedPrecisionError, "int8"),
-        (None, amphal.ArgumentTypeError, "NoneType"),
-        (16, amphal.ArgumentTypeError, "got int"),
+        ("bf17", UnsupportedPrecisionError, "Did you mean 'bf16'"),
+        ("", UnsupportedPrecisionError, "'bf16', 'fp16', 'fp32'"),
+        (torch.float64, UnsupportedPrecisionError, "float64"),
+        (torch.int8, UnsupportedPrecisionError, "int8"),
+        (None, ArgumentTypeError, "NoneType"),
+        (16, ArgumentTypeError, "got int"),
     ],
 )
 def test_a_wrong_precision(precision: object, error: type[Exception], message: str) -> None:
@@ -154,11 +163,11 @@ def test_a_wrong_precision(precision: object, error: type[Exception], message: s
 
 def test_an_absent_device_is_an_error_with_its_reason() -> None:
     """Named and absent: an error that says why, and what is there instead."""
-    with pytest.raises(amphal.DeviceNotAvailableError, match=r"fell off.*Available: .*cpu"):
+    with pytest.raises(DeviceNotAvailableError, match=r"fell off.*Available: .*cpu"):
         with simulate(T4) as fake:
-            gone = amphal.Availability(False, "the card fell off the bus")
+            gone = Availability(False, "the card fell off the bus")
             away = dataclasses.replace(fake, available=lambda: gone)
-            amphal.register_backend(away, replace=True)
+            register_backend(away, replace=True)
             amphal.detect("cuda")
 
 
@@ -169,11 +178,11 @@ def test_a_device_that_cannot_be_probed_is_passed_over_with_its_reason() -> None
         raise RuntimeError("no such device")
 
     with simulate(T4) as fake:
-        amphal.register_backend(dataclasses.replace(fake, probe=broken), replace=True)
+        register_backend(dataclasses.replace(fake, probe=broken), replace=True)
         plan = amphal.detect()
         assert plan.device.type != "cuda"
         assert "no such device" in plan.explain()
-        with pytest.raises(amphal.DeviceNotAvailableError, match="no such device"):
+        with pytest.raises(DeviceNotAvailableError, match="no such device"):
             amphal.detect("cuda:9")
 
 
@@ -257,25 +266,25 @@ def test_explain_is_a_paragraph() -> None:
 def test_a_backend_that_answers_wrongly_is_named(change: dict[str, object], message: str) -> None:
     """The error blames the backend, with what it said."""
     with simulate(T4) as fake:
-        amphal.register_backend(dataclasses.replace(fake, **change), replace=True)  # type: ignore
-        with pytest.raises(amphal.BackendError, match=message):
+        register_backend(dataclasses.replace(fake, **change), replace=True)  # type: ignore
+        with pytest.raises(BackendError, match=message):
             amphal.detect("cuda")
 
 
 def test_undeclared_dtypes_are_absent() -> None:
     """A backend that says nothing about a dtype cannot be made to use it."""
     with simulate(T4) as fake:
-        amphal.register_backend(dataclasses.replace(fake, dtypes=lambda hw: {}), replace=True)
+        register_backend(dataclasses.replace(fake, dtypes=lambda hw: {}), replace=True)
         assert amphal.detect("cuda").dtype is torch.float32
-        with pytest.raises(amphal.UnsupportedPrecisionError, match="declares no support"):
+        with pytest.raises(UnsupportedPrecisionError, match="declares no support"):
             amphal.detect("cuda", precision="fp16")
 
 
 def test_saturating_hardware_gets_no_scaler_and_no_fp16_by_default() -> None:
     """Where fp16 saturates instead of overflowing, a scaler would see nothing."""
     with simulate(T4) as fake:
-        blind = amphal.ScalerSupport(True, True, detects_overflow=False, fused_optimizers=False)
-        amphal.register_backend(dataclasses.replace(fake, scaler=lambda hw: blind), replace=True)
+        blind = ScalerSupport(True, True, detects_overflow=False, fused_optimizers=False)
+        register_backend(dataclasses.replace(fake, scaler=lambda hw: blind), replace=True)
         assert amphal.detect("cuda").dtype is torch.float32
         with pytest.warns(amphal.PrecisionWarning, match="saturates"):
             plan = amphal.detect("cuda", precision="fp16")
@@ -285,20 +294,20 @@ def test_saturating_hardware_gets_no_scaler_and_no_fp16_by_default() -> None:
 @pytest.mark.parametrize("device", ["cpu:128", "cpu:300", "cpu:" + "9" * 5000, "cpu:\uff11"])
 def test_an_index_beyond_torchs_own_is_refused(device: str) -> None:
     """torch keeps an index in eight bits and wraps what does not fit: cpu:300 became cpu:44."""
-    with pytest.raises(amphal.ArgumentError):
+    with pytest.raises(ArgumentError):
         amphal.detect(device)
 
 
 def test_an_answer_that_the_registry_overtook_is_not_kept() -> None:
     """A backend replaced while its question is being answered: the next question sees the new."""
-    cpu = amphal.get_backend("cpu")
+    cpu = get_backend("cpu")
 
     def probe(index: int | None) -> amphal.Hardware:
-        amphal.register_backend(cpu, replace=True)
+        register_backend(cpu, replace=True)
         return amphal.Hardware("cpu", "overtaken")
 
     with simulate(amphal.Hardware("cpu", "x")) as fake:
-        amphal.register_backend(dataclasses.replace(fake, probe=probe), replace=True)
+        register_backend(dataclasses.replace(fake, probe=probe), replace=True)
         assert amphal.detect("cpu").hardware.name == "overtaken"
         assert amphal.detect("cpu").hardware.name != "overtaken"
 
@@ -321,7 +330,7 @@ def test_a_plan_checks_itself(change: dict[str, object]) -> None:
 
 def test_auto_is_among_the_precisions_that_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of detect() names all that it takes."""
-    with pytest.raises(amphal.UnsupportedPrecisionError, match="'auto', 'bf16'"):
+    with pytest.raises(UnsupportedPrecisionError, match="'auto', 'bf16'"):
         amphal.detect("cpu", precision="bf61")
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import amphal
-from amphal import OpPolicyError, op_lists, register_autocast_op
+from amphal import op_lists, register_autocast_op
 from amphal.contract.records import torch_version
+from amphal.errors import ArgumentTypeError, OpPolicyError, UnknownDeviceError
 
 LOW, FULL = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore::amphal.PrecisionWarning")
@@ -25,7 +26,8 @@ TOY = """
     import torch.nn.functional as F
     from torch.utils._pytree import tree_map
     import amphal
-    from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+    from amphal import Hardware, OpLists
+    from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
     torch.utils.rename_privateuse1_backend("toy")
     torch.utils.backend_registration._setup_privateuseone_for_python_backend("toy")
@@ -62,7 +64,7 @@ TOY = """
         fp32=frozenset(["mse_loss"]),
         fp32_set_opt_dtype=frozenset(["softmax.int"]),
     )
-    amphal.register_backend(Backend(
+    amphal.contract.register_backend(Backend(
         "toy", 50,
         available=lambda: Availability(True),
         probe=lambda index: Hardware("toy", "a toy"),
@@ -209,9 +211,9 @@ def test_mistakes_are_told(library: str) -> None:
         register_autocast_op(f"{library}::nothing", "fp32")
     with pytest.raises(OpPolicyError, match="no policy"):
         register_autocast_op(f"{library}::mix", "fp23")
-    with pytest.raises(amphal.UnknownDeviceError):
+    with pytest.raises(UnknownDeviceError):
         register_autocast_op(f"{library}::mix", "fp32", device_types="abacus")
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         register_autocast_op(print, "fp32")
     with pytest.raises(OpPolicyError, match="ops="):
         register_autocast_op("linear", "fp32", device_types="cpu")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import amphal
+from amphal.errors import ArgumentError, ArgumentTypeError, EngineWarning, MissingExtraError
 from amphal.integrations import accelerate, deepspeed, fsdp, lightning, transformers
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,7 +51,7 @@ def test_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)
     getattr(lightning, "_fabric_class").cache_clear()  # noqa: B009 - private, cleared for the test
     getattr(lightning, "_trainer_class").cache_clear()  # noqa: B009
-    with pytest.raises(amphal.MissingExtraError, match=rf"pip install 'amphal\[{extra}\]'") as got:
+    with pytest.raises(MissingExtraError, match=rf"pip install 'amphal\[{extra}\]'") as got:
         call(plan_of("fp32"))
     assert isinstance(got.value, ImportError)
 
@@ -83,7 +84,7 @@ def test_importing_them_imports_no_framework() -> None:
 )
 def test_takes_a_plan(function: Callable[[Any], object]) -> None:
     """Anything but a plan is refused before a framework is looked for."""
-    with pytest.raises(amphal.ArgumentTypeError, match=r"amphal\.Plan, got str"):
+    with pytest.raises(ArgumentTypeError, match=r"amphal\.Plan, got str"):
         function("bf16")
 
 
@@ -106,9 +107,9 @@ def test_fsdp_settings() -> None:
     """A field can be set otherwise; one that does not exist is named, with those that do."""
     policy = fsdp.mixed_precision(plan_of("bf16"), reduce_dtype=torch.bfloat16)
     assert policy.reduce_dtype is torch.bfloat16
-    with pytest.raises(amphal.ArgumentError, match="no field 'reduce'; it has param_dtype"):
+    with pytest.raises(ArgumentError, match="no field 'reduce'; it has param_dtype"):
         fsdp.mixed_precision(plan_of("bf16"), reduce=torch.bfloat16)
-    with pytest.raises(amphal.ArgumentError, match="fsdp must be 2"):
+    with pytest.raises(ArgumentError, match="fsdp must be 2"):
         fsdp.mixed_precision(plan_of("bf16"), fsdp=3)  # type: ignore[call-overload]
 
 
@@ -134,12 +135,12 @@ def test_deepspeed_blocks(precision: str, by: Any, on: dict[str, Any]) -> None:
 
 def test_deepspeed_refuses() -> None:
     """Another way of casting, and fp16 where an overflow cannot be seen."""
-    with pytest.raises(amphal.ArgumentError, match="by must be"):
+    with pytest.raises(ArgumentError, match="by must be"):
         deepspeed.config(plan_of("bf16"), by="magic")  # type: ignore[arg-type]
     import dataclasses
 
     blind = dataclasses.replace(plan_of("fp16"), use_scaler=False)
-    with pytest.raises(amphal.ArgumentError, match="saturates"):
+    with pytest.raises(ArgumentError, match="saturates"):
         deepspeed.config(blind)
 
 
@@ -205,7 +206,7 @@ def test_regions_inside_an_engine_step_aside(block: str) -> None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
 
-    with pytest.warns(amphal.OwnerWarning, match=rf"DeepSpeed engine \({block}\) owns") as notes:
+    with pytest.warns(EngineWarning, match=rf"DeepSpeed engine \({block}\) owns") as notes:
         train()
     assert len(notes) == 1
     assert notes[0].filename == __file__
@@ -219,7 +220,7 @@ def test_a_region_around_an_engine_is_off_inside() -> None:
     seen: list[bool] = []
     engine = deepspeed.guard(StandIn("bf16", seen))
     with amphal.autocast("cpu", "bf16"):
-        with pytest.warns(amphal.OwnerWarning) as notes:
+        with pytest.warns(EngineWarning) as notes:
             engine(torch.ones(2, 4))
         assert torch.is_autocast_enabled("cpu")
     assert len(notes) == 1
@@ -230,7 +231,7 @@ def test_a_region_around_an_engine_is_off_inside() -> None:
 def test_an_engine_that_fails_leaves_nothing() -> None:
     """After an exception in the engine, regions are in force again."""
     engine = deepspeed.guard(StandIn("bf16", []))
-    with pytest.warns(amphal.OwnerWarning), pytest.raises(RuntimeError, match="in forward"):
+    with pytest.warns(EngineWarning), pytest.raises(RuntimeError, match="in forward"):
         engine(torch.ones(2, 4), fail=True)
     with amphal.autocast("cpu", "bf16"):
         assert torch.is_autocast_enabled("cpu")
@@ -253,7 +254,7 @@ def test_guarding_twice_is_guarding_once() -> None:
 
 def test_guards_engines_only() -> None:
     """Anything that does not answer as an engine does is refused."""
-    with pytest.raises(amphal.ArgumentTypeError, match="got Linear, which has no bfloat16_enabled"):
+    with pytest.raises(ArgumentTypeError, match="got Linear, which has no bfloat16_enabled"):
         deepspeed.guard(nn.Linear(1, 1))
 
 

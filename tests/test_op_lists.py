@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-import amphal
-from amphal import OpLists, OpPolicyError, op_lists
+from amphal import OpLists, op_lists
+from amphal.errors import ArgumentError, ArgumentTypeError, OpPolicyError, UnknownDeviceError
 
 
 def test_the_lists_answer_for_a_device_that_is_not_here() -> None:
@@ -98,13 +98,13 @@ def test_an_unknown_op_is_told_with_near_names() -> None:
 
 def test_an_op_has_no_two_policies() -> None:
     """Building lists in which an op appears twice is an error."""
-    with pytest.raises(amphal.ArgumentError, match="both"):
+    with pytest.raises(ArgumentError, match="both"):
         OpLists(fp32=frozenset(["exp"]), promote=frozenset(["exp"]))
-    with pytest.raises(amphal.ArgumentTypeError, match="string"):
+    with pytest.raises(ArgumentTypeError, match="string"):
         OpLists(fp32="exp")  # type: ignore[arg-type]
 
 
 def test_an_unknown_device_is_an_error() -> None:
     """A device type without a backend is refused."""
-    with pytest.raises(amphal.UnknownDeviceError):
+    with pytest.raises(UnknownDeviceError):
         op_lists("abacus")

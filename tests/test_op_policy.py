@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import amphal
-from amphal import OpPolicyError, op_lists
+from amphal import op_lists
 from amphal._casting import installed as _registration
 from amphal._casting import policy as _policy
+from amphal.errors import ArgumentTypeError, OpPolicyError
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
@@ -356,7 +357,7 @@ def test_ops_that_make_no_sense_are_refused(ops: dict[str, str], message: str) -
 @pytest.mark.parametrize("ops", ["softmax", ["softmax"], 3, {3: "fp32"}])
 def test_ops_of_the_wrong_type_are_refused(ops: Any) -> None:
     """ops is a mapping of strings to strings, or an OpLists."""
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         region(ops)
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import amphal
-from amphal import OpLists, OpPolicyError, RegionStateError, op_lists
+from amphal import OpLists, op_lists
 from amphal._autocast import policy_region as _policy_region
 from amphal._casting import installed as _registration
 from amphal._casting import policy as _policy
+from amphal.errors import ArgumentTypeError, AutocastStateError, OpPolicyError
 
 LOW, FULL = torch.bfloat16, torch.float32
 KEY = "AutocastCPU"
@@ -114,20 +115,20 @@ def test_a_rule_is_seen_by_regions_that_were_made_before_it() -> None:
 
 
 def test_leaving_a_region_that_was_not_entered_is_an_error() -> None:
-    """Twice, never or in another thread: RegionStateError, as for a region without ops."""
+    """Twice, never or in another thread: AutocastStateError, as for a region without ops."""
     keep = region({"softmax": "fp32"})
-    with pytest.raises(RegionStateError):
+    with pytest.raises(AutocastStateError):
         keep.__exit__()
     with keep:
         pass
-    with pytest.raises(RegionStateError):
+    with pytest.raises(AutocastStateError):
         keep.__exit__()
     seen: list[BaseException] = []
 
     def other() -> None:
         try:
             keep.__exit__()
-        except RegionStateError as error:
+        except AutocastStateError as error:
             seen.append(error)
 
     with keep:
@@ -190,9 +191,9 @@ def test_exits_out_of_order_leave_no_function_mode(monkeypatch: pytest.MonkeyPat
 def test_flags_are_compared_by_identity() -> None:
     """1 equals True, is no flag, and does not find the region that True has made."""
     region({"softmax": "fp32"}, enabled=True)
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         region({"softmax": "fp32"}, enabled=1)
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         region({"softmax": "fp32"}, cache_enabled=0)
 
 

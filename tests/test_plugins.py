@@ -15,7 +15,11 @@ BROKEN_WHEN_LOADED = {
     "syntax-error": ("def available(:", "BACKEND", "SyntaxError"),
     "exits": ("raise SystemExit('the driver is too old')", "BACKEND", "the driver is too old"),
     "no-such-name": ("backend = 1", "BACKEND", "BACKEND"),
-    "not-a-backend": ("BACKEND = {'device_type': 'x'}", "BACKEND", "is dict, not an amphal.Back"),
+    "not-a-backend": (
+        "BACKEND = {'device_type': 'x'}",
+        "BACKEND",
+        "is dict, not an amphal.contract",
+    ),
     "wrong-type": (
         backend_source("wrong_type", "BACKEND = backend(dtypes={})"),
         "BACKEND",
@@ -59,7 +63,7 @@ BROKEN_WHEN_ASKED = {
     ),
     "says-true": (
         "BACKEND = backend(available=lambda: True)",
-        "returned True, not an amphal.Availability",
+        "returned True, not an Availability",
     ),
     "no-reason": (
         "BACKEND = backend(available=lambda: Availability(False))",
@@ -79,11 +83,11 @@ BROKEN_WHEN_ASKED = {
     ),
     "dtypes-lie": (
         "BACKEND = backend(dtypes=lambda hw: {torch.bfloat16: True})",
-        "must map bfloat16 and float16 to amphal.DtypeSupport",
+        "must map bfloat16 and float16 to a DtypeSupport",
     ),
     "scaler-lies": (
         "BACKEND = backend(priority=500, scaler=lambda hw: None)",
-        "amphal.ScalerSupport",
+        "answer scaler() with a ScalerSupport",
     ),
     "dtypes-fail-first": (
         "def dtypes(hw): raise RuntimeError('no table')\n"
@@ -139,7 +143,7 @@ BROKEN_WHEN_ASKED = {
 _ASK = """
 import json, amphal
 rows = {n: {"source": r.source, "ok": r.backend is not None, "error": r.error}
-        for n, r in amphal.registered_backends().items()}
+        for n, r in amphal.contract.registered_backends().items()}
 errors = {}
 for name in rows:
     try:
@@ -156,7 +160,7 @@ for name in ("op_lists", "autocast"):
         stranger[name] = f"{type(error).__name__}: {error}"
 print(json.dumps({"rows": rows, "errors": errors, "detect": str(amphal.detect().device),
                   "why": amphal.detect().explain(), "stranger": stranger,
-                  "fine": str(amphal.get_backend("fine").probe(0).name)}))
+                  "fine": str(amphal.contract.get_backend("fine").probe(0).name)}))
 """
 
 

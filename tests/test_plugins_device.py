@@ -9,7 +9,9 @@ import torch
 from plugins.distribution import python
 
 import amphal
-from amphal import DtypeSupport, Hardware
+from amphal import Hardware
+from amphal.contract import DtypeSupport, register_backend, unregister_backend
+from amphal.errors import DeviceNotAvailableError, TorchTooOldError
 from amphal.testing import FakeBackend, install_device, simulate
 from amphal.testing._device import why_not_installable
 
@@ -19,24 +21,24 @@ FP16 = {torch.float16: DtypeSupport("native", True, "the test says so")}
 def test_a_fake_backend_takes_values_for_functions() -> None:
     """A decision for an imagined device is a few values, registered and asked."""
     here = Hardware("imagined", "Imagined One")
-    amphal.register_backend(FakeBackend("imagined", available=True, probe=here, dtypes=FP16))
+    register_backend(FakeBackend("imagined", available=True, probe=here, dtypes=FP16))
     try:
         plan = amphal.detect("imagined")
         assert (plan.dtype, plan.use_scaler) == (torch.float16, True)
         with simulate(Hardware("imagined", "Imagined Two")):
             assert amphal.detect("imagined").hardware.name == "Imagined Two"
     finally:
-        amphal.unregister_backend("imagined")
+        unregister_backend("imagined")
 
 
 def test_a_fake_backend_can_be_absent_for_a_reason() -> None:
     """The reason is what the error of detect() says."""
-    amphal.register_backend(FakeBackend("imagined", available="it was never built"))
+    register_backend(FakeBackend("imagined", available="it was never built"))
     try:
-        with pytest.raises(amphal.DeviceNotAvailableError, match="it was never built"):
+        with pytest.raises(DeviceNotAvailableError, match="it was never built"):
             amphal.detect("imagined")
     finally:
-        amphal.unregister_backend("imagined")
+        unregister_backend("imagined")
 
 
 def test_without_its_device_a_fake_backend_says_what_to_call() -> None:
@@ -55,7 +57,7 @@ def test_an_old_torch_is_an_error_that_says_which_is_needed(
     monkeypatch.delattr(
         backend_registration, "_setup_privateuseone_for_python_backend", raising=False
     )
-    with pytest.raises(amphal.TorchTooOldError, match=r"2\.10"):
+    with pytest.raises(TorchTooOldError, match=r"2\.10"):
         install_device("toy")
 
 

@@ -15,6 +15,8 @@ from plugins.distribution import distribution, python
 
 import amphal
 from amphal import Hardware
+from amphal.contract import Backend, register_backend, unregister_backend
+from amphal.errors import DeviceNotAvailableError
 from amphal.testing._device import why_not_installable
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "plugins"
@@ -34,11 +36,11 @@ BACKENDS = {name: load(name).BACKEND for name in VENDORS}
 
 
 @pytest.fixture(params=VENDORS)
-def registered(request: pytest.FixtureRequest) -> Iterator[amphal.Backend]:
+def registered(request: pytest.FixtureRequest) -> Iterator[Backend]:
     backend = BACKENDS[request.param]
-    amphal.register_backend(backend)
+    register_backend(backend)
     yield backend
-    amphal.unregister_backend(backend.device_type)
+    unregister_backend(backend.device_type)
 
 
 def hardware(device_type: str, name: str, *flags: str) -> Hardware:
@@ -69,11 +71,11 @@ MODELS = [
 def test_the_choice_by_model(model: Hardware, dtype: torch.dtype, scaled: bool) -> None:
     """Each model gets the dtype that public facts support, and fp16 always with a scaler."""
     backend = BACKENDS[model.device_type]
-    amphal.register_backend(backend)
+    register_backend(backend)
     try:
         plan = amphal.detect(model)
     finally:
-        amphal.unregister_backend(backend.device_type)
+        unregister_backend(backend.device_type)
     assert (plan.dtype, plan.use_scaler) == (dtype, scaled)
 
 
@@ -92,12 +94,14 @@ def test_a_later_ascend_in_saturation_mode_says_so() -> None:
     assert not scaler(hardware("npu", "Ascend910B2", "bf16")).detects_overflow
 
 
-def test_without_the_vendors_package_the_reason_names_it(registered: amphal.Backend) -> None:
+def test_without_the_vendors_package_the_reason_names_it(
+    registered: Backend,
+) -> None:
     """On a machine without it, "no" says which package is missing, and detect() passes it on."""
     answer = registered.available()
     assert not answer
     assert "cannot be used: ModuleNotFoundError" in answer.reason
-    with pytest.raises(amphal.DeviceNotAvailableError, match="cannot be used"):
+    with pytest.raises(DeviceNotAvailableError, match="cannot be used"):
         amphal.detect(registered.device_type)
 
 

@@ -15,6 +15,7 @@ from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 import amphal
+from amphal.errors import PrecastError
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -246,9 +247,9 @@ def test_a_layer_taken_off_its_fused_kernel_is_refused(
     assert_same(run(precast, x), run(model, x))
     change(precast.layers[1])
     change(model.layers[1])
-    with pytest.raises(amphal.PrecastError, match="fused kernel"):
+    with pytest.raises(PrecastError, match="fused kernel"):
         run(precast, x)
-    amphal.restore_(precast)
+    amphal.undo_precast_(precast)
     amphal.precast_(precast, example_inputs=x, plan=plan())
     assert "layers.0.self_attn.in_proj_weight" in low_names(precast)
     assert "layers.1.self_attn.in_proj_weight" not in low_names(precast)
@@ -267,7 +268,7 @@ def test_a_policy_around_a_model_with_its_own_region_is_checked() -> None:
     precast = copy.deepcopy(model)
     amphal.precast_(precast, example_inputs=X, plan=plan())
     assert_same([precast(X)], [model(X)])
-    with pytest.raises(amphal.PrecastError, match="casting policy"):
+    with pytest.raises(PrecastError, match="casting policy"):
         run(precast, X, region=amphal.autocast(plan(), ops={"linear": "fp32"}))
 
 
@@ -276,7 +277,7 @@ def test_vmap_around_the_model() -> None:
     model = frozen(nn.Sequential(nn.Linear(8, 8)))
     precast = copy.deepcopy(model)
     amphal.precast_(precast, plan=plan())
-    with plan().autocast(), pytest.raises(amphal.PrecastError, match="vmap"):
+    with plan().autocast(), pytest.raises(PrecastError, match="vmap"):
         vmap(precast)(X)
     precast = copy.deepcopy(model)
     report = amphal.precast_(precast, example_inputs=lambda m: vmap(m)(X), plan=plan())
@@ -292,11 +293,11 @@ def test_the_way_back_after_a_parametrization() -> None:
     want = copy.deepcopy(model.state_dict())
     amphal.precast_(model, plan=plan(), keep_originals=True)
     bias, model[0].bias = model[0].bias, None
-    for call in (amphal.restore_, amphal.full_precision_state_dict):
-        with pytest.raises(amphal.PrecastError, match=r"0\.bias .* no parameter of its module"):
+    for call in (amphal.undo_precast_, amphal.full_precision_state_dict):
+        with pytest.raises(PrecastError, match=r"0\.bias .* no parameter of its module"):
             call(model)
     model[0].bias = bias
-    amphal.restore_(model)
+    amphal.undo_precast_(model)
     assert_same([*model.state_dict().values()], [*want.values()])
 
 
@@ -306,14 +307,14 @@ def test_a_part_of_a_precast_model() -> None:
     alone, want = len(pickle.dumps(model[0])), copy.deepcopy(model[0].state_dict())
     amphal.precast_(model, plan=plan())
     assert len(pickle.dumps(model[0])) < alone
-    with pytest.raises(amphal.PrecastError, match="with another model"):
-        amphal.restore_(model[0])
-    amphal.restore_(model, rounded=True)
+    with pytest.raises(PrecastError, match="with another model"):
+        amphal.undo_precast_(model[0])
+    amphal.undo_precast_(model, rounded=True)
     model[0].load_state_dict(want)
     amphal.precast_(model, plan=plan(), keep_originals=True)
     assert_same([*amphal.full_precision_state_dict(model[0]).values()], [*want.values()])
-    amphal.restore_(model)
-    assert amphal.restore_(model[0]) == ()
+    amphal.undo_precast_(model)
+    assert amphal.undo_precast_(model[0]) == ()
 
 
 CONVERSIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -17,6 +17,7 @@ from precast_help import FULL, LOW, assert_same, frozen, low_names, plan, run
 from torch import nn
 
 import amphal
+from amphal.errors import ArgumentTypeError, PrecastError, StateDictError
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -69,10 +70,10 @@ def test_parameters_stay_the_same_objects() -> None:
 def test_kept_originals_come_back_exactly() -> None:
     """Every bit, under every name, and the model is as if never touched."""
     model = precast(keep=True)
-    assert set(amphal.restore_(model)) == CAST
+    assert set(amphal.undo_precast_(model)) == CAST
     assert_restored(model, Net())
     assert model.again.weight is model.base[0].weight
-    assert amphal.restore_(model) == ()
+    assert amphal.undo_precast_(model) == ()
     assert not model._forward_pre_hooks
     assert not model.base[0]._load_state_dict_pre_hooks
     assert "_amphal_precast" not in vars(model)
@@ -81,14 +82,14 @@ def test_kept_originals_come_back_exactly() -> None:
 def test_originals_from_a_state_dict_come_back_exactly() -> None:
     """Those of another model are refused, and nothing changes."""
     model = precast()
-    with pytest.raises(amphal.StateDictError, match="not kept"):
-        amphal.restore_(model)
-    with pytest.raises(amphal.StateDictError, match="not in the state dict"):
-        amphal.restore_(model, state_dict={"head.weight": X})
-    with pytest.raises(amphal.StateDictError, match=r"not the bf16 of these originals"):
-        amphal.restore_(model, state_dict=Net(1).state_dict())
+    with pytest.raises(StateDictError, match="not kept"):
+        amphal.undo_precast_(model)
+    with pytest.raises(StateDictError, match="not in the state dict"):
+        amphal.undo_precast_(model, state_dict={"head.weight": X})
+    with pytest.raises(StateDictError, match=r"not the bf16 of these originals"):
+        amphal.undo_precast_(model, state_dict=Net(1).state_dict())
     assert low_names(model) == CAST
-    amphal.restore_(model, state_dict=Net().state_dict())
+    amphal.undo_precast_(model, state_dict=Net().state_dict())
     assert_restored(model, Net())
 
 
@@ -96,7 +97,7 @@ def test_rounded_values_are_given_only_on_demand() -> None:
     """They are what is stored, in float32."""
     model = precast()
     stored = {n: p.detach().float() for n, p in model.named_parameters() if n in CAST}
-    amphal.restore_(model, rounded=True)
+    amphal.undo_precast_(model, rounded=True)
     assert_same([dict(model.named_parameters())[n].detach() for n in stored], [*stored.values()])
 
 
@@ -115,17 +116,17 @@ def test_a_checkpoint_of_full_precision_loads(assign: bool, keep: bool) -> None:
     model.again.load_state_dict(third.again.state_dict(), assign=assign)
     model.head.load_state_dict(third.head.state_dict(), assign=assign)
     assert_same(run(model, X), run(third, X))
-    amphal.restore_(model, state_dict=None if keep else third.state_dict())
+    amphal.undo_precast_(model, state_dict=None if keep else third.state_dict())
     assert_restored(model, third)
 
 
 def test_a_failed_load_leaves_the_originals() -> None:
-    """A checkpoint of another shape is refused by torch, and restore_ still works."""
+    """A checkpoint of another shape is refused by torch, and undo_precast_ still works."""
     model = precast(keep=True)
     wrong = Net().state_dict() | {"base.2.weight": torch.zeros(3, 3)}
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict(wrong)
-    amphal.restore_(model)
+    amphal.undo_precast_(model)
     assert_restored(model, Net())
 
 
@@ -134,9 +135,9 @@ def test_values_changed_past_the_checks_are_not_passed_off_as_originals() -> Non
     model = precast(keep=True)
     with torch.no_grad():
         model.base[2].weight.add_(1)
-    with pytest.raises(amphal.StateDictError, match="changed since"):
-        amphal.restore_(model)
-    amphal.restore_(model, rounded=True)
+    with pytest.raises(StateDictError, match="changed since"):
+        amphal.undo_precast_(model)
+    amphal.undo_precast_(model, rounded=True)
     assert model.base[0].weight.equal(Net().base[0].weight)
     assert model.base[2].weight.equal((Net().base[2].weight.to(LOW) + 1).float())
 
@@ -159,7 +160,7 @@ def test_saving_gives_the_low_precision_or_the_full(keep: bool) -> None:
     fresh = precast(keep, seed=3)
     fresh.load_state_dict(low)
     assert_same(run(fresh, X), run(model, X))
-    amphal.restore_(fresh, rounded=not keep)
+    amphal.undo_precast_(fresh, rounded=not keep)
     assert_same([fresh.base[0].weight.detach()], [low["base.0.weight"].float()])
 
 
@@ -178,25 +179,25 @@ def test_copies_are_precast_models_of_their_own(through: Callable[[Any], Any]) -
     model = precast(keep=True)
     other = through(model)
     assert_same(run(other, X), run(model, X))
-    with pytest.raises(amphal.PrecastError, match="no autocast region"):
+    with pytest.raises(PrecastError, match="no autocast region"):
         other(X)
     other.load_state_dict(Net(1).state_dict())
-    amphal.restore_(other)
+    amphal.undo_precast_(other)
     assert_restored(other, Net(1))
     assert low_names(model) == CAST
-    amphal.restore_(model)
+    amphal.undo_precast_(model)
     assert_restored(model, Net())
 
 
 def test_running_it_where_outputs_would_differ_is_refused() -> None:
     """Without a region, in one of another dtype, in one that is off; in its own it runs."""
     model = precast()
-    with pytest.raises(amphal.PrecastError, match="runs in no autocast region of 'cpu'"):
+    with pytest.raises(PrecastError, match="runs in no autocast region of 'cpu'"):
         model(X)
     other = torch.autocast("cpu", dtype=torch.float16)
-    with pytest.raises(amphal.PrecastError, match="runs in a region of fp16 of 'cpu'"):
+    with pytest.raises(PrecastError, match="runs in a region of fp16 of 'cpu'"):
         run(model, X, region=other)
-    with pytest.raises(amphal.PrecastError, match="no autocast region"):
+    with pytest.raises(PrecastError, match="no autocast region"):
         run(model, X, region=amphal.autocast("cpu", enabled=False))
     assert_same(run(model, X), run(Net(), X))
     assert_same(run(model, X, region=torch.autocast("cpu", dtype=LOW)), run(Net(), X))
@@ -220,33 +221,33 @@ def test_changes_to_what_is_stored_are_noticed() -> None:
     """Unfreezing, converting and parametrizing each raise at the next forward."""
     model = precast()
     model.base[2].weight.requires_grad_(True)
-    with pytest.raises(amphal.PrecastError, match=r"base\.2\.weight .* requires a gradient"):
+    with pytest.raises(PrecastError, match=r"base\.2\.weight .* requires a gradient"):
         run(model, X)
     model = precast().float()
-    with pytest.raises(amphal.PrecastError, match=r"is torch\.float32"):
+    with pytest.raises(PrecastError, match=r"is torch\.float32"):
         run(model, X)
     model = precast()
     nn.utils.parametrizations.spectral_norm(model.base[2])
-    with pytest.raises(amphal.PrecastError, match="no parameter of its module"):
+    with pytest.raises(PrecastError, match="no parameter of its module"):
         run(model, X)
     model = precast().to("meta")
-    with pytest.raises(amphal.PrecastError, match="on meta now"):
+    with pytest.raises(PrecastError, match="on meta now"):
         run(model, X.to("meta"))
 
 
 def test_a_module_of_a_model_can_be_precast_alone() -> None:
-    """restore_ and full_precision_state_dict of the model find it."""
+    """undo_precast_ and full_precision_state_dict of the model find it."""
     model = Net()
     amphal.precast_(model.base, plan=plan(), keep_originals=True)
     assert low_names(model) == {n for n in CAST if n.startswith("base")}
     assert_same(run(model, X), run(Net(), X))
     full = amphal.full_precision_state_dict(model)
     assert_same([*full.values()], [*Net().state_dict().values()])
-    assert "base.2.weight" in amphal.restore_(model)
+    assert "base.2.weight" in amphal.undo_precast_(model)
     assert_restored(model, Net())
     model = Net()
     amphal.precast_(model.base, plan=plan())
-    amphal.restore_(model, state_dict=Net().state_dict())
+    amphal.undo_precast_(model, state_dict=Net().state_dict())
     assert_restored(model, Net())
 
 
@@ -285,7 +286,7 @@ def test_restoring_inside_a_region_uses_the_restored_values() -> None:
     model = precast(keep=True)
     with plan().autocast():
         before = model(X)
-        amphal.restore_(model)
+        amphal.undo_precast_(model)
         with torch.no_grad():
             model.base[2].weight.zero_()
         assert not torch.equal(model(X), before)
@@ -300,7 +301,7 @@ def test_in_inference_mode_as_elsewhere() -> None:
     assert not any(p.is_inference() for p in model.parameters())
     run(model, X)[0].sum().backward()
     with torch.inference_mode():
-        amphal.restore_(model)
+        amphal.undo_precast_(model)
     assert not any(p.is_inference() for p in model.parameters())
     assert_restored(model, Net())
 
@@ -310,20 +311,20 @@ def test_a_gradient_of_the_stored_precision_is_in_the_way() -> None:
     model = precast(keep=True)
     model.base[2].weight.requires_grad_(True)
     model.base[2](X.to(LOW)).sum().backward()
-    with pytest.raises(amphal.PrecastError, match=r"base\.2\.weight has a gradient"):
-        amphal.restore_(model)
+    with pytest.raises(PrecastError, match=r"base\.2\.weight has a gradient"):
+        amphal.undo_precast_(model)
     model.base[2].weight.grad = None
-    amphal.restore_(model)
+    amphal.undo_precast_(model)
     assert model.base[2].weight.dtype is FULL
 
 
 def test_wrong_types_are_refused() -> None:
     """With what is wanted."""
-    with pytest.raises(amphal.ArgumentTypeError, match=r"nn\.Module"):
-        amphal.restore_(3)  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentTypeError, match="mapping"):
-        amphal.restore_(Net(), state_dict=3)  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentTypeError, match=r"nn\.Module"):
+    with pytest.raises(ArgumentTypeError, match=r"nn\.Module"):
+        amphal.undo_precast_(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="mapping"):
+        amphal.undo_precast_(Net(), state_dict=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"nn\.Module"):
         amphal.full_precision_state_dict(3)  # type: ignore[arg-type]
 
 
@@ -340,7 +341,7 @@ def test_importing_amphal_leaves_it_out(tmp_path: Any) -> None:
 def test_it_runs_in_every_mode_after_a_round_trip() -> None:
     """Restored and precast again, in training and eval mode."""
     model = precast(keep=True)
-    amphal.restore_(model)
+    amphal.undo_precast_(model)
     amphal.precast_(model, example_inputs=X, plan=plan())
     for training, grad in itertools.product((False, True), repeat=2):
         with torch.set_grad_enabled(grad):

@@ -17,6 +17,7 @@ from torch import nn
 
 import amphal
 from amphal import set_precision
+from amphal.errors import ArgumentError, ArgumentTypeError
 
 LOW, FULL = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -222,15 +223,15 @@ def test_torch_s_fused_layers_do_not_go_past_a_pin() -> None:
 def test_mistakes_are_told() -> None:
     """A wrong precision, module or pattern is an error that changes nothing."""
     net = Net()
-    with pytest.raises(amphal.ArgumentError, match="'fp32'"):
+    with pytest.raises(ArgumentError, match="'fp32'"):
         set_precision(net, "fp23")  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentError, match=r"layers\.0\.norm"):
+    with pytest.raises(ArgumentError, match=r"layers\.0\.norm"):
         set_precision(net, "fp32", names="layer.0.norm")
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         set_precision(Net, "fp32")  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         set_precision(net, "fp32", types="Linear")  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         set_precision(net, "fp32", names=[nn.Linear])  # type: ignore[list-item]
     assert "forward" not in vars(net)
 
@@ -310,5 +311,5 @@ def test_a_shared_module_is_found_under_every_name() -> None:
 @pytest.mark.parametrize("wrong", [{"names": 3}, {"types": int}, {"types": (nn.Linear, int)}])
 def test_names_and_types_of_the_wrong_type_are_told(wrong: Any) -> None:
     """names are strings and types are module classes."""
-    with pytest.raises(amphal.ArgumentTypeError):
+    with pytest.raises(ArgumentTypeError):
         set_precision(Net(), "fp32", **wrong)

@@ -10,12 +10,27 @@ from typing import Any
 import pytest
 
 import amphal
+from amphal.contract import (
+    Availability,
+    DtypeSupport,
+    get_backend,
+    register_backend,
+    registered_backends,
+    unregister_backend,
+)
 from amphal.contract import registry as _registry
+from amphal.errors import (
+    ArgumentTypeError,
+    BackendError,
+    DeviceNotAvailableError,
+    DuplicateBackendError,
+    UnknownDeviceError,
+)
 
 
 def test_the_four_built_in_backends_come_through_their_entry_points() -> None:
     """Built-ins use the door that plug-ins use: each row names the distribution it came from."""
-    rows = amphal.registered_backends()
+    rows = registered_backends()
     assert {"cuda", "xpu", "mps", "cpu"} <= set(rows)
     assert all(rows[n].source.startswith("amphal ") for n in ("cuda", "xpu", "mps", "cpu"))
     assert all(rows[n].backend is not None and not rows[n].error for n in ("cuda", "cpu"))
@@ -24,52 +39,52 @@ def test_the_four_built_in_backends_come_through_their_entry_points() -> None:
 def test_the_view_is_read_only() -> None:
     """Nobody changes the registry through what registered_backends() returns."""
     with pytest.raises(TypeError):
-        amphal.registered_backends()["x"] = None  # type: ignore[index]
+        registered_backends()["x"] = None  # type: ignore[index]
 
 
 def test_an_unknown_device_type_offers_what_is_registered() -> None:
     """The error says what was given, what is registered, the near name, and how to add one."""
-    with pytest.raises(amphal.UnknownDeviceError, match=r"'cudda'.*cpu, cuda, mps, xpu.*'cuda'"):
-        amphal.get_backend("cudda")
+    with pytest.raises(UnknownDeviceError, match=r"'cudda'.*cpu, cuda, mps, xpu.*'cuda'"):
+        get_backend("cudda")
 
 
 def test_a_precision_in_the_place_of_the_device_is_told_so() -> None:
     """The device comes first, in both: ``detect("bf16")`` says which argument was meant."""
     for call in (amphal.detect, amphal.autocast):
-        with pytest.raises(amphal.UnknownDeviceError, match="'bf16' is a precision: name it"):
+        with pytest.raises(UnknownDeviceError, match="'bf16' is a precision: name it"):
             call("bf16")
 
 
 def test_a_device_type_is_taken_once() -> None:
     """A second backend for a device type is refused, both named, and nothing changes."""
-    cpu = amphal.get_backend("cpu")
-    with pytest.raises(amphal.DuplicateBackendError, match=r"already registered by amphal .*cpu"):
-        amphal.register_backend(dataclasses.replace(cpu, priority=7))
-    assert amphal.get_backend("cpu") is cpu
+    cpu = get_backend("cpu")
+    with pytest.raises(DuplicateBackendError, match=r"already registered by amphal .*cpu"):
+        register_backend(dataclasses.replace(cpu, priority=7))
+    assert get_backend("cpu") is cpu
 
 
 def test_replace_and_unregister() -> None:
     """replace=True takes the place of a backend; the plan cache forgets what it knew."""
-    cpu = amphal.get_backend("cpu")
+    cpu = get_backend("cpu")
     before = amphal.detect("cpu")
     with _registry.overridden(cpu):
-        amphal.register_backend(dataclasses.replace(cpu, priority=7), replace=True)
-        assert amphal.get_backend("cpu").priority == 7
+        register_backend(dataclasses.replace(cpu, priority=7), replace=True)
+        assert get_backend("cpu").priority == 7
         assert amphal.detect("cpu") is not before
-        taken = amphal.unregister_backend("cpu")
+        taken = unregister_backend("cpu")
         assert taken is not None
-        with pytest.raises(amphal.UnknownDeviceError):
+        with pytest.raises(UnknownDeviceError):
             amphal.detect("cpu")
-        amphal.register_backend(taken)
-        assert amphal.get_backend("cpu") is taken
-    assert amphal.get_backend("cpu") is cpu
+        register_backend(taken)
+        assert get_backend("cpu") is taken
+    assert get_backend("cpu") is cpu
 
 
 @pytest.mark.parametrize("wrong", [None, "cpu", object, 3])
 def test_only_a_backend_can_be_registered(wrong: object) -> None:
     """Anything but a Backend is a typed error that names what came."""
-    with pytest.raises(amphal.ArgumentTypeError, match=r"takes an amphal\.Backend"):
-        amphal.register_backend(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"takes an amphal\.contract\.Backend"):
+        register_backend(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -89,16 +104,16 @@ def test_only_a_backend_can_be_registered(wrong: object) -> None:
 def test_a_backend_is_validated_when_it_is_built(change: dict[str, object], message: str) -> None:
     """A wrong field is an error at once, in the backend's own words, not later in a user's run."""
     with pytest.raises(amphal.AmphalError, match=message):
-        dataclasses.replace(amphal.get_backend("cpu"), **change)  # type: ignore[arg-type]
+        dataclasses.replace(get_backend("cpu"), **change)  # type: ignore[arg-type]
 
 
 def test_available_that_raises_is_a_reasoned_no() -> None:
     """available() promised not to raise; a backend that breaks its promise is absent, with why."""
 
-    def broken() -> amphal.Availability:
+    def broken() -> Availability:
         raise OSError("driver exploded")
 
-    backend = dataclasses.replace(amphal.get_backend("cpu"), available=broken)
+    backend = dataclasses.replace(get_backend("cpu"), available=broken)
     answer = _registry.availability(backend)
     assert not answer
     assert "OSError: driver exploded" in answer.reason
@@ -106,7 +121,7 @@ def test_available_that_raises_is_a_reasoned_no() -> None:
 
 def test_available_of_the_wrong_type_is_a_reasoned_no() -> None:
     """A bare True carries no contract; it is refused and named."""
-    backend = dataclasses.replace(amphal.get_backend("cpu"), available=lambda: True)  # type: ignore
+    backend = dataclasses.replace(get_backend("cpu"), available=lambda: True)  # type: ignore
     answer = _registry.availability(backend)
     assert not answer
     assert "returned True" in answer.reason
@@ -115,11 +130,23 @@ def test_available_of_the_wrong_type_is_a_reasoned_no() -> None:
 @pytest.mark.parametrize(
     ("record", "kwargs", "message"),
     [
-        (amphal.Availability, {"ok": False}, "needs a reason"),
-        (amphal.DtypeSupport, {"level": "slow", "accelerated": True, "why": "x"}, "native"),
-        (amphal.DtypeSupport, {"level": "native", "accelerated": 1, "why": "x"}, "True or False"),
-        (amphal.DtypeSupport, {"level": "native", "accelerated": True, "why": ""}, "why"),
-        (amphal.DtypeSupport, {"level": "absent", "accelerated": True, "why": "x"}, "absent"),
+        (Availability, {"ok": False}, "needs a reason"),
+        (
+            DtypeSupport,
+            {"level": "slow", "accelerated": True, "why": "x"},
+            "native",
+        ),
+        (
+            DtypeSupport,
+            {"level": "native", "accelerated": 1, "why": "x"},
+            "True or False",
+        ),
+        (DtypeSupport, {"level": "native", "accelerated": True, "why": ""}, "why"),
+        (
+            DtypeSupport,
+            {"level": "absent", "accelerated": True, "why": "x"},
+            "absent",
+        ),
         (amphal.Hardware, {"device_type": "cuda:0", "name": "x"}, "without an index"),
         (amphal.Hardware, {"device_type": "cuda", "name": "x", "index": -1}, "0 or more"),
         (amphal.Hardware, {"device_type": "cuda", "name": "x", "capability": 75}, "tuple of ints"),
@@ -139,10 +166,10 @@ def test_records_refuse_what_makes_no_sense(
 @pytest.mark.parametrize("wrong", [None, 5, [], object()])
 def test_a_name_must_be_a_string(wrong: object) -> None:
     """What is no string is a typed error, hashable or not."""
-    with pytest.raises(amphal.ArgumentTypeError, match="must be a string"):
-        amphal.get_backend(wrong)  # type: ignore[arg-type]
-    with pytest.raises(amphal.ArgumentTypeError, match="must be a string"):
-        amphal.unregister_backend(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="must be a string"):
+        get_backend(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="must be a string"):
+        unregister_backend(wrong)  # type: ignore[arg-type]
 
 
 def test_an_exception_that_cannot_be_printed_is_a_reason_too() -> None:
@@ -152,19 +179,19 @@ def test_an_exception_that_cannot_be_printed_is_a_reason_too() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    def broken() -> amphal.Availability:
+    def broken() -> Availability:
         raise Mute
 
-    backend = dataclasses.replace(amphal.get_backend("cpu"), available=broken)
+    backend = dataclasses.replace(get_backend("cpu"), available=broken)
     assert "Mute" in _registry.availability(backend).reason
 
 
 def test_the_registry_can_change_while_it_is_iterated() -> None:
     """A view is the registry of that moment."""
-    view = amphal.registered_backends()
+    view = registered_backends()
     before = len(view)
     for _ in view:
-        with _registry.overridden(dataclasses.replace(amphal.get_backend("cpu"), device_type="x")):
+        with _registry.overridden(dataclasses.replace(get_backend("cpu"), device_type="x")):
             pass
     assert len(view) == before
 
@@ -182,10 +209,10 @@ class _Odd:
 )
 def test_wrong_op_lists_are_an_error_that_names_the_backend(op_lists: Any, said: str) -> None:
     """A backend whose lists cannot be had says so where they are asked for, and at no other."""
-    cpu = amphal.get_backend("cpu")
+    cpu = get_backend("cpu")
     with _registry.overridden(dataclasses.replace(cpu, op_lists=op_lists)):
         assert amphal.detect("cpu").device.type == "cpu"
-        with pytest.raises(amphal.BackendError, match="'cpu'") as error:
+        with pytest.raises(BackendError, match="'cpu'") as error:
             amphal.op_lists("cpu")
     assert said in str(error.value)
 
@@ -202,13 +229,13 @@ def test_a_wrong_vendor_scaler_is_an_error_that_names_the_backend(
     vendor_scaler: Any, said: str
 ) -> None:
     """Where only the vendor's scaler can work and it cannot be had, GradScaler says why."""
-    cpu = amphal.get_backend("cpu")
+    cpu = get_backend("cpu")
     blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
     wrong = dataclasses.replace(cpu, scaler=blind, vendor_scaler=vendor_scaler)
     with _registry.overridden(wrong), warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         plan = amphal.detect("cpu", precision="fp16")
-        with pytest.raises(amphal.BackendError, match="'cpu'") as error:
+        with pytest.raises(BackendError, match="'cpu'") as error:
             amphal.GradScaler(plan)
     assert said in str(error.value)
 
@@ -221,8 +248,8 @@ def test_detect_answers_while_other_threads_register() -> None:
 
     def come_and_go(name: str) -> None:
         while not stop.is_set():
-            amphal.register_backend(FakeBackend(name, priority=900, available="it left"))
-            amphal.unregister_backend(name)
+            register_backend(FakeBackend(name, priority=900, available="it left"))
+            unregister_backend(name)
 
     threads = [threading.Thread(target=come_and_go, args=(f"guest{n}",)) for n in range(2)]
     for thread in threads:
@@ -236,18 +263,18 @@ def test_detect_answers_while_other_threads_register() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
-    assert not [name for name in amphal.registered_backends() if name.startswith("guest")]
+    assert not [name for name in registered_backends() if name.startswith("guest")]
 
 
 def test_without_the_built_in_backends_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process may take out the built-in backends."""
-    monkeypatch.setattr(_registry, "_rows", dict(amphal.registered_backends()))
+    monkeypatch.setattr(_registry, "_rows", dict(registered_backends()))
     amphal.detect.cache_clear()
     for name in ("cuda", "xpu", "mps", "cpu"):
-        amphal.unregister_backend(name)
-    with pytest.raises(amphal.DeviceNotAvailableError, match="no registered backend has"):
+        unregister_backend(name)
+    with pytest.raises(DeviceNotAvailableError, match="no registered backend has"):
         amphal.detect()
-    with pytest.raises(amphal.UnknownDeviceError, match="'cpu'"):
+    with pytest.raises(UnknownDeviceError, match="'cpu'"):
         amphal.detect("cpu")

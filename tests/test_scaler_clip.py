@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
 from amphal._scaler import gradients as _grads
+from amphal.errors import ArgumentTypeError, NonFiniteGradientError, ScalerStateError
 
 SHAPES = [(3,), (4, 5), (1,), (0,), (2, 3, 2)]
 
@@ -206,7 +207,7 @@ def test_fused_it_clips_once():
         lambda: scaler.unscale_(optimizer),
         lambda: scaler.clip_grad_norm_([param], 1.0),
     ):
-        with pytest.raises(amphal.ScalerStateError, match="clip"):
+        with pytest.raises(ScalerStateError, match="clip"):
             call()
 
 
@@ -233,7 +234,7 @@ def test_parameters_half_unscaled_are_refused():
     scaler.scale(torch.ones(()))
     a.grad, b.grad = torch.ones(3), torch.ones(3)
     scaler.unscale_(first)
-    with pytest.raises(amphal.ScalerStateError, match="some are unscaled"):
+    with pytest.raises(ScalerStateError, match="some are unscaled"):
         scaler.clip_grad_norm_([a, b], 1.0)
 
 
@@ -248,7 +249,7 @@ def test_error_if_nonfinite_names_the_parameters_and_changes_nothing(fused, enab
     net.weight.grad, net.bias.grad = torch.ones(1, 2), torch.tensor([math.inf])
     with pytest.raises(RuntimeError, match=r"Not finite: bias\.") as caught:
         scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
-    assert isinstance(caught.value, amphal.NonFiniteGradientError)
+    assert isinstance(caught.value, NonFiniteGradientError)
     assert torch.equal(net.weight.grad, torch.ones(1, 2))
     if enabled:
         scaler.step(optimizer)
@@ -307,7 +308,7 @@ def test_bad_targets(what):
     """A model, or anything that holds no parameters, is refused."""
     scaler = scaler_of()
     scaler.scale(torch.ones(()))
-    with pytest.raises(amphal.ArgumentTypeError, match="takes an optimizer"):
+    with pytest.raises(ArgumentTypeError, match="takes an optimizer"):
         scaler.clip_grad_norm_(what, 1.0)
 
 
@@ -399,7 +400,7 @@ def test_a_nonfinite_gradient_error_changes_nothing(order, whole, memory):  # no
     scaler = scaler_of()
     scaler.scale((param * torch.tensor([1.0, math.inf, 2.0])).sum()).backward()
     before = param.grad.clone()
-    with pytest.raises(amphal.NonFiniteGradientError, match=r"group 0, param 0"):
+    with pytest.raises(NonFiniteGradientError, match=r"group 0, param 0"):
         scaler.clip_grad_norm_(optimizer if whole else [param], 1.0, order, True)
     assert torch.equal(param.grad, before)
     scaler.unscale_(optimizer)

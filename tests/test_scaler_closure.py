@@ -11,6 +11,7 @@ import torch
 from test_scaler import scaler_of
 
 import amphal
+from amphal.errors import ScalerStateError
 
 
 class Problem:
@@ -174,7 +175,7 @@ def test_a_closure_that_does_not_scale_is_an_error():
     """Its gradients would be divided by a scale that they never had."""
     scaler = scaler_of()
     ours = Problem(adam, None)
-    with pytest.raises(amphal.MissingCallError, match=r"closure did not call scaler\.scale"):
+    with pytest.raises(ScalerStateError, match=r"closure did not call scaler\.scale"):
         scaler.step(ours.optimizer, ours.closure)
     assert scaler.get_scale() == 65536.0
 
@@ -205,7 +206,7 @@ def test_stepping_twice_with_a_closure_is_an_error():
     scaler = scaler_of()
     ours = Problem(lbfgs, scaler)
     scaler.step(ours.optimizer, ours.closure)
-    with pytest.raises(amphal.ScalerStateError, match=r"scaler\.update\(\) first"):
+    with pytest.raises(ScalerStateError, match=r"scaler\.update\(\) first"):
         scaler.step(ours.optimizer, ours.closure)
 
 

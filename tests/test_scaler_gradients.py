@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amphal
 from amphal._scaler import gradients as _grads
+from amphal.contract import DtypeSupport, ScalerSupport, get_backend
 from amphal.contract import registry as _registry
+from amphal.errors import ArgumentError, BackendError, StateDictError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
 
@@ -190,8 +192,8 @@ def test_the_portable_unscaling_equals_the_kernel(dtype, scale):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_device_without_the_kernels(fused, monkeypatch, memory):  # noqa: F811
     """A backend that declares no kernels gets plain ops, no host sync more, and torch's numbers."""
-    backend = amphal.get_backend("cpu")
-    support = amphal.ScalerSupport(False, False, True, fused)
+    backend = get_backend("cpu")
+    support = ScalerSupport(False, False, True, fused)
     with replaced(dataclasses.replace(backend, scaler=lambda hardware: support)):
         ours = scaler_of(growth_interval=2)
     assert ours._native is False
@@ -209,7 +211,7 @@ class replaced:
     """A backend put in another's place for a while."""
 
     def __init__(self, backend):
-        self.backend, self.before = backend, amphal.get_backend(backend.device_type)
+        self.backend, self.before = backend, get_backend(backend.device_type)
 
     def __enter__(self):
         _registry.register_backend(self.backend, replace=True)
@@ -229,11 +231,11 @@ class Saturating(torch.amp.GradScaler):
 
 
 def saturating(vendor):
-    support = amphal.ScalerSupport(True, True, False, True)
-    fp16 = amphal.DtypeSupport("native", True, "made up")
+    support = ScalerSupport(True, True, False, True)
+    fp16 = DtypeSupport("native", True, "made up")
     return replaced(
         dataclasses.replace(
-            amphal.get_backend("cpu"),
+            get_backend("cpu"),
             scaler=lambda hardware: support,
             dtypes=lambda hardware: {torch.float16: fp16},
             vendor_scaler=vendor,
@@ -247,7 +249,7 @@ def test_fp16_where_nothing_sees_an_overflow_is_refused():
     with saturating(None):
         plan = amphal.detect("cpu", precision="fp16")
         assert not plan.grad_scaler().is_enabled()
-        with pytest.raises(amphal.ArgumentError, match="saturates instead of giving inf"):
+        with pytest.raises(ArgumentError, match="saturates instead of giving inf"):
             amphal.GradScaler(plan, enabled=True)
         amphal.GradScaler(amphal.detect("cpu", precision="fp32"), enabled=True)
 
@@ -256,7 +258,7 @@ def test_the_vendors_scaler_decides_there():
     """The backend's vendor_scaler is behind the same interface; what it can't do is refused."""
     with saturating(lambda: Saturating):
         scaler = amphal.GradScaler("cpu", init_scale=8.0)
-        with pytest.raises(amphal.ArgumentError, match="max_scale cannot be had"):
+        with pytest.raises(ArgumentError, match="max_scale cannot be had"):
             amphal.GradScaler("cpu", max_scale=2.0**20)
     assert isinstance(scaler, amphal.GradScaler)
     assert isinstance(scaler._vendor, Saturating)
@@ -271,11 +273,11 @@ def test_the_vendors_scaler_decides_there():
     assert scaler.get_scale() == 4.0
     assert (scaler.steps, scaler.skipped) == (1, 1)
     torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 0.1 / 3**0.5))
-    with pytest.raises(amphal.StateDictError):
+    with pytest.raises(StateDictError):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 0.0})
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
     assert scaler.get_scale() == 2.0
-    with pytest.raises(amphal.BackendError, match="step them one by one"):
+    with pytest.raises(BackendError, match="step them one by one"):
         scaler.step_all([optimizer, problem()[1]])
 
 

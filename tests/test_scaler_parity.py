@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import amphal
 from amphal._scaler import gradients as _grads
+from amphal.errors import ScalerStateError
 
 # torch's fused SGD steps with uninitialized momentum after a skipped first step: no twin for it.
 OPTIMIZERS = [
@@ -118,7 +119,7 @@ class Twins(RuleBasedStateMachine):
             expected = torch.nn.utils.clip_grad_norm_(theirs.params[which], max_norm)
         try:
             norm = ours.scaler.clip_grad_norm_(ours.optimizers[which], max_norm)
-        except amphal.ScalerStateError:
+        except ScalerStateError:
             assert not self.alive
             return
         self.exact = False  # a fused optimizer divides once where torch multiplies twice

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import amphal
+from amphal.errors import ScalerStateError
 
 
 def _run(rank, world, path, body, queue):
@@ -173,7 +174,7 @@ def copied(rank):
     other = pickle.loads(pickle.dumps(scaler))
     param = torch.nn.Parameter(torch.ones(2))
     other.scale(param.sum()).backward()
-    with pytest.raises(amphal.ScalerStateError, match="had a process group when it was pickled"):
+    with pytest.raises(ScalerStateError, match="had a process group when it was pickled"):
         other.step(torch.optim.SGD([param], lr=0.1))
     other.process_group = None
     other.step(torch.optim.SGD([param], lr=0.1))

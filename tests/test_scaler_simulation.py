@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_scaler import scaler_of
 
-import amphal
+from amphal.errors import ScaleCollapseError
 
 
 def gradients(draw):
@@ -79,7 +79,7 @@ def test_fifty_thousand_adversarial_steps(fused):
         scaler.step(optimizer)
         try:
             scaler.update()
-        except amphal.ScaleCollapseError:
+        except ScaleCollapseError:
             collapses += 1
         with torch.no_grad():
             if number % 16 == 0:

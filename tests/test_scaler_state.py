@@ -17,7 +17,9 @@ import torch
 from test_scaler import iterate, problem, scaler_of
 
 import amphal
+from amphal.contract import Backend, get_backend
 from amphal.contract import registry as _registry
+from amphal.errors import ArgumentTypeError, BackendError, StateDictError
 
 
 def used(gradients=(1.0, math.inf, 1.0), **kwargs):
@@ -114,7 +116,7 @@ BAD = [
     ({"amphal": {**GOOD["amphal"], "version": 2}}, ValueError, "version 2"),
     ({"amphal": 7}, ValueError, "version 7"),
     ({"amphal": {**GOOD["amphal"], "steps": -1}}, ValueError, "steps"),
-    ({"amphal": {"version": 1}}, KeyError, "has no steps"),
+    ({"amphal": {"version": 1}}, ValueError, "has no steps"),
 ]
 
 
@@ -124,7 +126,7 @@ def test_a_bad_state_is_refused_whole(change, builtin, words, enabled):
     """The error says which entry breaks which rule, and nothing was changed."""
     scaler = used((1.0,)) if enabled else amphal.GradScaler("cpu", enabled=False)
     before = scaler.state_dict()
-    with pytest.raises(amphal.StateDictError, match=words) as caught:
+    with pytest.raises(StateDictError, match=words) as caught:
         scaler.load_state_dict({**GOOD, **change})
     assert isinstance(caught.value, builtin)
     assert "Nothing was changed" in str(caught.value)
@@ -135,9 +137,9 @@ def test_a_bad_state_is_refused_whole(change, builtin, words, enabled):
     "missing", ["scale", "growth_factor", "growth_interval", "_growth_tracker"]
 )
 def test_a_missing_entry_is_named(missing):
-    """torch's kind of error, KeyError, with a sentence instead of a bare key."""
+    """A sentence that names the entry, where torch raises a bare KeyError."""
     state = {k: v for k, v in GOOD.items() if k != missing}
-    with pytest.raises(KeyError, match=f"has no {missing}") as caught:
+    with pytest.raises(StateDictError, match=f"has no {missing}") as caught:
         scaler_of().load_state_dict(state)
     assert isinstance(caught.value, amphal.AmphalError)
     assert not str(caught.value).startswith("'")
@@ -145,13 +147,13 @@ def test_a_missing_entry_is_named(missing):
 
 def test_something_that_is_no_dict_is_refused():
     """A list is no state."""
-    with pytest.raises(amphal.ArgumentTypeError, match="state_dict must be a dict"):
+    with pytest.raises(ArgumentTypeError, match="state_dict must be a dict"):
         scaler_of().load_state_dict([1])
 
 
 def test_a_state_outside_the_bounds_is_refused():
     """The scaler's own bounds hold for what it loads."""
-    with pytest.raises(amphal.StateDictError, match=r"from min_scale \(.*\) to max_scale \(1024\)"):
+    with pytest.raises(StateDictError, match=r"from min_scale \(.*\) to max_scale \(1024\)"):
         scaler_of(init_scale=1.0, max_scale=1024.0).load_state_dict(GOOD)
 
 
@@ -219,9 +221,9 @@ class _WithMore(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
 
 
-def saturating(kind: type[torch.amp.GradScaler]) -> amphal.Backend:
+def saturating(kind: type[torch.amp.GradScaler]) -> Backend:
     """The CPU's backend, as one whose overflows only this vendor's scaler sees."""
-    cpu = amphal.get_backend("cpu")
+    cpu = get_backend("cpu")
     blind = lambda hw: dataclasses.replace(cpu.scaler(hw), detects_overflow=False)  # noqa: E731
     return dataclasses.replace(cpu, scaler=blind, vendor_scaler=lambda: kind)
 
@@ -250,5 +252,5 @@ def test_a_vendors_scaler_that_switches_itself_off_is_an_error() -> None:
     """Nothing trains unscaled because a vendor's scaler thought that its device was missing."""
     with _registry.overridden(saturating(_Off)), warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
-        with pytest.raises(amphal.BackendError, match="_Off switched itself off on cpu"):
+        with pytest.raises(BackendError, match="_Off switched itself off on cpu"):
             amphal.GradScaler(amphal.detect("cpu", precision="fp16"))

@@ -21,6 +21,15 @@ from amphal._tune import candidates as _candidates
 from amphal._tune import show as _tune_show
 from amphal._tune import tune as _tune
 from amphal._tune.cache import folder
+from amphal.contract import get_backend
+from amphal.errors import (
+    AmphalWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    MissingExtraError,
+    TuneError,
+    UnsupportedPrecisionError,
+)
 from amphal.testing import simulate
 
 COSTS = {"fp32": 0.020, "bf16": 0.010, "fp16": 0.040, "fp32:medium": 0.015}
@@ -149,7 +158,7 @@ def test_a_plan_refuses_another_matmul_precision() -> None:
     """Only torch's three."""
     import dataclasses
 
-    with pytest.raises(amphal.ArgumentError, match="matmul_precision must be one of highest"):
+    with pytest.raises(ArgumentError, match="matmul_precision must be one of highest"):
         dataclasses.replace(amphal.detect(), matmul_precision="low")
 
 
@@ -202,7 +211,7 @@ def test_matmul_refuses_a_mix(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    with pytest.raises(amphal.ArgumentError, match="fp32_precision, and torch refuses a mix"):
+    with pytest.raises(ArgumentError, match="fp32_precision, and torch refuses a mix"):
         tune(lambda plan: None, candidates=["fp32:medium"])
 
 
@@ -227,7 +236,7 @@ def test_what_is_set_already_is_no_candidate(xeon: None, clock: Clock) -> None:
 
 def test_tf32_is_a_candidate_where_it_exists() -> None:
     """By the backend's declaration: compute capability 8.0 and later."""
-    backend = amphal.get_backend("cuda")
+    backend = get_backend("cuda")
     known = amphal.known_hardware()
     assert backend.float32_matmul(known["t4"].hardware) == {}
     matmuls = dict(backend.float32_matmul(known["a100"].hardware))
@@ -260,13 +269,17 @@ def test_dtypes_and_plans_are_candidates(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("candidates", "error", "said"),
     [
-        ([], amphal.ArgumentError, "candidates is empty"),
-        (["bf61"], amphal.ArgumentError, "Did you mean 'bf16'"),
-        (["bf16", torch.bfloat16], amphal.ArgumentError, "'bf16' is named twice"),
-        ("bf16", amphal.ArgumentTypeError, "must be a list of names"),
-        ([16], amphal.ArgumentTypeError, "each must be a name, a torch dtype or an amphal.Plan"),
-        ([torch.int8], amphal.UnsupportedPrecisionError, "int8"),
-        (["tf32"], amphal.UnsupportedPrecisionError, "has no TF32"),
+        ([], ArgumentError, "candidates is empty"),
+        (["bf61"], ArgumentError, "Did you mean 'bf16'"),
+        (["bf16", torch.bfloat16], ArgumentError, "'bf16' is named twice"),
+        ("bf16", ArgumentTypeError, "must be a list of names"),
+        (
+            [16],
+            ArgumentTypeError,
+            "each must be a name, a torch dtype or an amphal.Plan",
+        ),
+        ([torch.int8], UnsupportedPrecisionError, "int8"),
+        (["tf32"], UnsupportedPrecisionError, "has no TF32"),
     ],
 )
 def test_other_candidates_are_errors(candidates: Any, error: type[Exception], said: str) -> None:
@@ -278,14 +291,14 @@ def test_other_candidates_are_errors(candidates: Any, error: type[Exception], sa
 def test_a_plan_for_another_device_is_no_candidate() -> None:
     """Candidates run on one device."""
     other = amphal.detect(amphal.known_hardware()["t4"].hardware)
-    with pytest.raises(amphal.ArgumentError, match="a plan for cuda cannot be compared on cpu"):
+    with pytest.raises(ArgumentError, match="a plan for cuda cannot be compared on cpu"):
         tune(lambda plan: None, candidates=[other])
 
 
 def test_a_plan_for_other_hardware_is_no_candidate() -> None:
     """A description of another CPU has the same device, and is not what is measured."""
     other = amphal.detect(XEON)
-    with pytest.raises(amphal.ArgumentError, match="a plan for a Xeon cannot be measured on"):
+    with pytest.raises(ArgumentError, match="a plan for a Xeon cannot be measured on"):
         tune(lambda plan: None, candidates=[other])
 
 
@@ -295,19 +308,23 @@ def test_a_plan_for_other_hardware_is_no_candidate() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [
-        ({"budget_s": 0}, amphal.ArgumentError, "budget_s must be more than 0"),
-        ({"budget_s": 10**400}, amphal.ArgumentError, "more than 0 and finite"),
-        ({"budget_s": float("nan")}, amphal.ArgumentError, "budget_s must be more than 0"),
-        ({"budget_s": "10"}, amphal.ArgumentTypeError, "budget_s must be a number of seconds"),
-        ({"rtol": -1}, amphal.ArgumentError, "rtol must be 0 or more"),
-        ({"rtol": "5%"}, amphal.ArgumentTypeError, "rtol must be a number"),
-        ({"chart": "chart.svg"}, amphal.ArgumentError, "must be 'text', the path of a .png"),
-        ({"chart": 3}, amphal.ArgumentTypeError, "must be 'text', the path of a .png"),
-        ({"chart": "/no/such/a.png"}, amphal.ArgumentError, "there is no folder"),
-        ({"cache": ""}, amphal.ArgumentError, "cache must be a name"),
-        ({"cache": True}, amphal.ArgumentTypeError, "cache must be a name"),
-        ({"state": [3]}, amphal.ArgumentTypeError, "state must name modules"),
-        ({"process_group": 3}, amphal.ArgumentTypeError, "process_group must be a"),
+        ({"budget_s": 0}, ArgumentError, "budget_s must be more than 0"),
+        ({"budget_s": 10**400}, ArgumentError, "more than 0 and finite"),
+        ({"budget_s": float("nan")}, ArgumentError, "budget_s must be more than 0"),
+        (
+            {"budget_s": "10"},
+            ArgumentTypeError,
+            "budget_s must be a number of seconds",
+        ),
+        ({"rtol": -1}, ArgumentError, "rtol must be 0 or more"),
+        ({"rtol": "5%"}, ArgumentTypeError, "rtol must be a number"),
+        ({"chart": "chart.svg"}, ArgumentError, "must be 'text', the path of a .png"),
+        ({"chart": 3}, ArgumentTypeError, "must be 'text', the path of a .png"),
+        ({"chart": "/no/such/a.png"}, ArgumentError, "there is no folder"),
+        ({"cache": ""}, ArgumentError, "cache must be a name"),
+        ({"cache": True}, ArgumentTypeError, "cache must be a name"),
+        ({"state": [3]}, ArgumentTypeError, "state must name modules"),
+        ({"process_group": 3}, ArgumentTypeError, "process_group must be a"),
     ],
 )
 def test_bad_arguments(how: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -329,7 +346,7 @@ def test_bad_arguments(how: dict[str, Any], error: type[Exception], said: str) -
 )
 def test_bad_steps(step: Any, said: str) -> None:
     """What it may be is said."""
-    with pytest.raises(amphal.ArgumentTypeError, match=said):
+    with pytest.raises(ArgumentTypeError, match=said):
         tune(step)
 
 
@@ -342,9 +359,7 @@ def test_nobody_left_is_an_error_with_all_reasons(clock: Clock) -> None:
             raise RuntimeError("out of memory")
         return float("nan")
 
-    with pytest.raises(
-        amphal.TuneError, match="fp32: RuntimeError: out of memory; bf16: its loss"
-    ) as e:
+    with pytest.raises(TuneError, match="fp32: RuntimeError: out of memory; bf16: its loss") as e:
         tune(step)
     assert str(e.value.__cause__) == "out of memory"
 
@@ -397,7 +412,7 @@ def test_a_step_without_arguments_must_not_train() -> None:
 
     before = model.weight.clone()
     for step, why in ((trains, "it reaches an optimizer"), (backward, "it left gradients")):
-        with pytest.raises(amphal.ArgumentError, match=why):
+        with pytest.raises(ArgumentError, match=why):
             tune(step, candidates=["fp32", "bf16"])
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
@@ -420,7 +435,7 @@ def test_gradients_of_before_are_not_those_of_a_step_without_arguments(
     assert model.weight.grad is grad
     assert torch.equal(grad, before)
 
-    with pytest.raises(amphal.ArgumentError, match="it left gradients"):
+    with pytest.raises(ArgumentError, match="it left gradients"):
         tune(lambda: model(x).sum().backward(), candidates=["fp32", "bf16"])
     assert torch.equal(grad, before)
 
@@ -591,7 +606,7 @@ def test_a_damaged_entry_costs_a_warning(clock: Clock, spoil: Callable[[str], st
     (path,) = (folder() / "tune").iterdir()
     path.write_text(spoil(path.read_text(encoding="utf-8")), encoding="utf-8")
     calls = len(clock.calls)
-    with pytest.warns(amphal.AmphalWarning, match="damaged, so this step is measured anew"):
+    with pytest.warns(AmphalWarning, match="damaged, so this step is measured anew"):
         assert tune(clock.spend, cache="x").dtype is torch.bfloat16
     assert len(clock.calls) > calls
     assert tune(clock.spend, cache="x").dtype is torch.bfloat16
@@ -603,7 +618,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     """A file where the folder should be; the answer is given all the same."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AMPHAL_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.warns(amphal.AmphalWarning, match="AMPHAL_CACHE_DIR names another folder") as said:
+    with pytest.warns(AmphalWarning, match="AMPHAL_CACHE_DIR names another folder") as said:
         assert tune(clock.spend, cache="x").dtype is torch.bfloat16
     assert len(said) == 1
     assert Path(said[0].filename).name == "test_tune.py"
@@ -680,7 +695,7 @@ def test_a_chart_that_fails_costs_a_warning(
     closed.close()
     monkeypatch.setattr("sys.stdout", closed)
     monkeypatch.setattr(_tune_show, "_save_png", lambda *given: closed.write(""))
-    with pytest.warns(amphal.AmphalWarning, match=r"chart='.*' cannot be"):
+    with pytest.warns(AmphalWarning, match=r"chart='.*' cannot be"):
         plan = tune(clock.spend, chart=chart if chart == "text" else tmp_path / chart)
     assert plan.dtype is torch.bfloat16
 
@@ -688,7 +703,7 @@ def test_a_chart_that_fails_costs_a_warning(
 def test_a_png_is_no_folder(clock: Clock, tmp_path: Path) -> None:
     """Found before anything is measured."""
     (tmp_path / "a.png").mkdir()
-    with pytest.raises(amphal.ArgumentError, match="is a folder"):
+    with pytest.raises(ArgumentError, match="is a folder"):
         tune(clock.spend, chart=tmp_path / "a.png")
 
 
@@ -704,7 +719,7 @@ def test_a_png(clock: Clock, tmp_path: Path) -> None:
 def test_a_png_without_matplotlib(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named before anything is measured."""
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(amphal.MissingExtraError, match=r"pip install 'amphal\[charts\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'amphal\[charts\]'"):
         tune(clock.spend, chart="a.png")
     assert not clock.calls
 

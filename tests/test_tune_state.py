@@ -22,6 +22,7 @@ import amphal
 from amphal._tune import tune as _tune
 from amphal._tune.reach import reachable, reachable_state
 from amphal._tune.snapshot import Snapshot
+from amphal.errors import ArgumentError, TuneError
 
 CPU = torch.device("cpu")
 
@@ -204,7 +205,7 @@ def test_tensors_that_cannot_be_written_to_are_left_alone() -> None:
 
 def test_a_lazy_module_has_to_be_called_first() -> None:
     """Its initialisation could not be undone."""
-    with pytest.raises(amphal.ArgumentError, match="call the model once before"):
+    with pytest.raises(ArgumentError, match="call the model once before"):
         Snapshot([nn.LazyLinear(3)], CPU)
 
 
@@ -434,7 +435,7 @@ def test_the_copy_is_gone_afterwards() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tune, "Snapshot", Kept)
-        with pytest.raises(amphal.TuneError) as kept:
+        with pytest.raises(TuneError) as kept:
             amphal.tune(step, device="cpu", candidates=["fp32"])
     gc.collect()
     assert kept.value.__traceback__ is not None

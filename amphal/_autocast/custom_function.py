@@ -13,7 +13,7 @@ from .._torch import private as _compat
 from .._torch.nested import cast
 from ..contract import spelling as _detect
 from ..contract.spelling import PrecisionLike
-from ..errors import ArgumentError, ArgumentTypeError, RegionStateError
+from ..errors import ArgumentError, ArgumentTypeError, AutocastStateError
 from .region import Region
 
 __all__ = ["custom_bwd", "custom_fwd"]
@@ -161,7 +161,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str | torch.device | None = None
             types = [named] if named else list(_device_types((args, kwargs), {}))
             state = tuple((t, ctx._fwd_used_autocast, ctx._dtype) for t in types[:1])
         else:
-            raise RegionStateError(
+            raise AutocastStateError(
                 "custom_bwd found no state of the forward pass on ctx; decorate forward with "
                 "@amphal.custom_fwd (a Function with setup_context has no ctx in forward, so "
                 "neither custom_bwd nor torch's works there: write forward(ctx, ...) instead)"

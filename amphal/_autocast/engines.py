@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .._warnings import warn
-from ..errors import OwnerWarning
+from ..errors import EngineWarning
 
 __all__ = ["Owner", "active", "running"]
 
@@ -31,7 +31,7 @@ class Owner:
             warn(
                 f"{self.name} owns mixed precision: amphal.autocast steps aside inside it. "
                 "Remove the region, or leave mixed precision out of the engine's settings",
-                OwnerWarning,
+                EngineWarning,
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from .._torch import private as _compat
-from ..errors import ArgumentTypeError, RegionStateError
+from ..errors import ArgumentTypeError, AutocastStateError
 from . import engines as _owner
 from .decorator import decorate
 
@@ -203,7 +203,7 @@ class Region(torch.autocast):
         """
         at = next((i for i in reversed(range(len(stack))) if stack[i][0] is self), None)
         if at is None:
-            raise RegionStateError(
+            raise AutocastStateError(
                 f"an autocast region of {self.device!r} was left in a thread that had not entered "
                 "it; enter and leave a region in the same thread (use 'with')"
             )

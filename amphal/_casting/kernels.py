@@ -15,7 +15,7 @@ import torch
 
 from .._torch import private as _compat
 from ..contract import op_names as _opnames
-from ..errors import BannedOpError
+from ..errors import OpPolicyError
 
 __all__ = ["PASS_BY", "Action", "action"]
 
@@ -175,7 +175,7 @@ def _append_dtype(op: str, device: str) -> Action:
 
 def _banned(op: str, device: str) -> Action:
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise BannedOpError(
+        raise OpPolicyError(
             f"{op} is banned by this region's casting policy: it is unsafe to autocast. Call it "
             f"on float32 inputs in a region with enabled=False, or give it another policy"
         )

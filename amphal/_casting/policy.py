@@ -23,7 +23,7 @@ from .._torch import private as _compat
 from ..contract import op_names as _opnames
 from ..contract.op_lists import OpLists
 from ..contract.op_lists import expand_lists as _expand_lists
-from ..errors import OpPolicyError, RegionStateError
+from ..errors import AutocastStateError, OpPolicyError
 from . import installed as _registration
 from . import kernels as _kernels
 from . import live_lists as _ops
@@ -259,13 +259,13 @@ def leave(owner: object) -> None:
     """Undo the last :func:`enter` of ``owner`` in this thread, even below a later one.
 
     Raises:
-        RegionStateError: there was none. Nothing was changed.
+        AutocastStateError: there was none. Nothing was changed.
     """
     thread = _thread
     stack = thread.stack
     at = next((i for i in reversed(range(len(stack))) if stack[i][0] is owner), None)
     if at is None:
-        raise RegionStateError(
+        raise AutocastStateError(
             "an autocast region with ops= was left in a thread that had not entered it, or left "
             "twice; enter and leave a region in the same thread (use 'with')"
         )

@@ -134,8 +134,8 @@ def facts(
     wrong = [k for k, v in support.items() if not isinstance(v, DtypeSupport) or k not in _DTYPES]
     if wrong or not isinstance(scaler, ScalerSupport):
         raise BackendError(
-            f"the backend {backend.device_type!r} must map bfloat16 and float16 to "
-            f"amphal.DtypeSupport and answer scaler() with an amphal.ScalerSupport, "
+            f"the backend {backend.device_type!r} must map bfloat16 and float16 to a DtypeSupport "
+            "and answer scaler() with a ScalerSupport, both of amphal.contract, "
             f"got {shown(support)} and {shown(scaler)}"
         )
     for dtype in LOW_PRECISION:

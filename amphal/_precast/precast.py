@@ -21,7 +21,7 @@ from .readers import weights_of
 from .search import Job
 from .stored import State, originals, states_in, stored_in
 
-__all__ = ["PrecastReport", "full_precision_state_dict", "precast_", "restore_"]
+__all__ = ["PrecastReport", "full_precision_state_dict", "precast_", "undo_precast_"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def precast_(
 
     The outputs in a region of the plan stay the same, bit for bit; the parameters take half the
     memory and are not cast again. Outside such a region the model raises :class:`PrecastError`.
-    The parameters stay the same objects. :func:`restore_` undoes it.
+    The parameters stay the same objects. :func:`undo_precast_` undoes it.
 
     Args:
         model: a module whose frozen parameters (``requires_grad=False``) are to be stored low.
@@ -106,7 +106,7 @@ def precast_(
             torch's own modules around them.
         plan: the device and dtype to run in; None for those that :func:`detect` chooses for the
             device of the parameters. A plan of float32 does nothing.
-        keep_originals: keep the exact values in host memory for :func:`restore_` and
+        keep_originals: keep the exact values in host memory for :func:`undo_precast_` and
             :func:`full_precision_state_dict`.
 
     Returns:
@@ -126,7 +126,7 @@ def precast_(
     if state is not None and (state.low, state.device_type) != (low, device_type):
         raise PrecastError(
             f"the model is precast to {short_name(state.low)} on {state.device_type!r}, and the "
-            f"plan is {short_name(low)} on {device_type!r}: amphal.restore_(model) first"
+            f"plan is {short_name(low)} on {device_type!r}: amphal.undo_precast_(model) first"
         )
     if low not in LOW_PRECISION:
         return _report(low, state, {w.name: "the plan is full precision" for w in frozen}, ())
@@ -165,7 +165,7 @@ def _plan_for(model: nn.Module) -> Plan:
     return _detect.detect(None if frozen is None else frozen.device)
 
 
-def restore_(
+def undo_precast_(
     model: nn.Module, *, state_dict: Mapping[str, Any] | None = None, rounded: bool = False
 ) -> tuple[str, ...]:
     """Undo :func:`precast_` on a model and on the modules in it.
@@ -186,7 +186,7 @@ def restore_(
             with a larger model. Whatever is raised, nothing was changed.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"restore_() takes an nn.Module, got {type(model).__name__}")
+        raise ArgumentTypeError(f"undo_precast_() takes an nn.Module, got {type(model).__name__}")
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
             f"state_dict must be a mapping of names to tensors, got {type(state_dict).__name__}"
@@ -200,7 +200,7 @@ def restore_(
         if id(stored) not in known:
             raise PrecastError(
                 f"{stored.name} was precast with another model, of which this is a part or a copy: "
-                "restore_ that one"
+                "undo_precast_ that one"
             )
         if stored.param.grad is not None:
             raise PrecastError(

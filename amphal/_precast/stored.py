@@ -61,7 +61,8 @@ class Stored:
         if param is None:
             raise PrecastError(
                 f"{self.name} was precast and is no parameter of its module now: take off the "
-                "parametrization or pruning, or put the parameter back, and call restore_ again"
+                "parametrization or pruning, or put the parameter back, and call undo_precast_ "
+                "again"
             )
         return param
 
@@ -180,18 +181,18 @@ class State:
         low = short_name(self.low)
         if param is None:
             raise PrecastError(
-                f"{name} was precast and is no parameter of its module now: restore_ the model "
+                f"{name} was precast and is no parameter of its module now: call undo_precast_ "
                 "before you parametrize, prune or replace what it holds"
             )
         if param.requires_grad:
             raise PrecastError(
                 f"{name} is stored in {low} and requires a gradient now: "
-                "call amphal.restore_(model) before you unfreeze parameters"
+                "call amphal.undo_precast_(model) before you unfreeze parameters"
             )
         raise PrecastError(
             f"{name} was precast to {low} on {self.device_type} and is {param.dtype} on "
-            f"{param.device} now: restore_ the model before you convert it or move it to another "
-            "kind of device, and precast_ it again there"
+            f"{param.device} now: undo_precast_ the model before you convert it or move it to "
+            "another kind of device, and precast_ it again there"
         )
 
     def _refuse_region(self, module: nn.Module, on: bool) -> None:
@@ -204,7 +205,7 @@ class State:
         )
 
 
-_BACK = "amphal.restore_(model) undoes precast_"
+_BACK = "amphal.undo_precast_(model) undoes precast_"
 
 
 class _Load:

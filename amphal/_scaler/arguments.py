@@ -18,8 +18,7 @@ from ..errors import (
     ArgumentError,
     ArgumentTypeError,
     DeviceNotAvailableError,
-    MissingCallError,
-    ScalerArgumentError,
+    ScalerStateError,
 )
 from . import gradients as _grads
 
@@ -47,7 +46,7 @@ def number(name: str, value: object, above: float, below: float, rule: str) -> f
 
     Raises:
         ArgumentTypeError: not a number.
-        ScalerArgumentError: outside; ``rule`` says what is allowed.
+        ArgumentError: outside; ``rule`` says what is allowed.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(
@@ -56,9 +55,9 @@ def number(name: str, value: object, above: float, below: float, rule: str) -> f
     try:
         given = float(value)
     except OverflowError:  # an int beyond float's range, too long to be shown
-        raise ScalerArgumentError(f"{name} must be {rule}, got an int beyond 1e308") from None
+        raise ArgumentError(f"{name} must be {rule}, got an int beyond 1e308") from None
     if not above < given < below:
-        raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
+        raise ArgumentError(f"{name} must be {rule}, got {value!r}")
     return given
 
 
@@ -79,7 +78,7 @@ def integer(name: str, value: object, least: int, most: int | None = None) -> in
         raise ArgumentTypeError(f"{name} must be {bound}, got {type(value).__name__} ({value!r})")
     given = int(value)
     if given < least or (most is not None and given > most):
-        raise ScalerArgumentError(f"{name} must be {bound}, got {value!r}")
+        raise ArgumentError(f"{name} must be {bound}, got {value!r}")
     return given
 
 
@@ -105,11 +104,11 @@ def bounds(min_scale: object, max_scale: object) -> tuple[float, float]:
     for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
         given = number(name, value, -math.inf, math.inf, rule)
         if not SMALLEST <= given <= LARGEST:
-            raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
+            raise ArgumentError(f"{name} must be {rule}, got {value!r}")
         values.append(_grads.float32(given))
     low, high = values
     if low > high:
-        raise ScalerArgumentError(
+        raise ArgumentError(
             f"min_scale must be at most max_scale, got {min_scale!r} and {max_scale!r}"
         )
     return low, high
@@ -120,7 +119,7 @@ def scale(name: str, value: object, low: float, high: float) -> float:
     rule = f"from min_scale ({low:g}) to max_scale ({high:g})"
     given = number(name, value, -math.inf, math.inf, rule)
     if not low <= _grads.float32(given) <= high:
-        raise ScalerArgumentError(f"{name} must be {rule}, got {value!r}")
+        raise ArgumentError(f"{name} must be {rule}, got {value!r}")
     return given
 
 
@@ -134,9 +133,9 @@ def optimizer(value: Any) -> Any:
     return value
 
 
-def missing_scale(method: str) -> MissingCallError:
+def missing_scale(method: str) -> ScalerStateError:
     """The error of a method that was called before any loss was scaled."""
-    return MissingCallError(
+    return ScalerStateError(
         f"{method}() was called before scale(): call scaler.scale(loss).backward() first, "
         f"then scaler.{method}()"
     )
@@ -191,13 +190,13 @@ def new_scale(value: Any, low: float, high: float, current: torch.Tensor) -> flo
     """The value for ``update(new_scale)``; a tensor is read, which waits for the device."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.requires_grad or not value.dtype.is_floating_point:
-            raise ScalerArgumentError(
+            raise ArgumentError(
                 "new_scale must be a number or a floating-point tensor of one element that "
                 f"requires no grad, got shape {tuple(value.shape)}, {value.dtype}, "
                 f"requires_grad={value.requires_grad}"
             )
         if value.device.type != current.device.type:
-            raise ScalerArgumentError(
+            raise ArgumentError(
                 f"new_scale must be a number or lie on {current.device.type}, as the scale does, "
                 f"got a tensor on {value.device}"
             )
@@ -208,5 +207,5 @@ def new_scale(value: Any, low: float, high: float, current: torch.Tensor) -> flo
             f"got {type(value).__name__} ({value!r})"
         )
     if value != value:
-        raise ScalerArgumentError("new_scale must be a number, got nan")
+        raise ArgumentError("new_scale must be a number, got nan")
     return scale("new_scale", value, low, high)

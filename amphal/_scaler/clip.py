@@ -20,7 +20,6 @@ from .._torch import private as _compat
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
-    ScalerArgumentError,
     ScalerStateError,
 )
 from . import arguments as _scaler_rules
@@ -102,7 +101,7 @@ def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[
     try:
         limit, order = float(max_norm), float(norm_type)
     except OverflowError:
-        raise ScalerArgumentError(
+        raise ArgumentError(
             "max_norm and norm_type must be numbers that a float holds, or inf; "
             "got an int beyond 1e308"
         ) from None
@@ -111,9 +110,9 @@ def _arguments(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> tuple[
             f"norm_type must be a number of more than 0, or inf, got {norm_type!r}"
         ) from None
     if not limit >= 0:
-        raise ScalerArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
+        raise ArgumentError(f"max_norm must be 0 or more, got {max_norm!r}")
     if not order > 0:
-        raise ScalerArgumentError(f"norm_type must be more than 0, or inf, got {norm_type!r}")
+        raise ArgumentError(f"norm_type must be more than 0, or inf, got {norm_type!r}")
     if not isinstance(error_if_nonfinite, bool):
         raise ArgumentTypeError(
             f"error_if_nonfinite must be True or False, got {error_if_nonfinite!r}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..errors import MissingCallError
+from ..errors import ScalerStateError
 from . import gradients as _grads
 from .optimizers import drop_stale_casts, out_of_order
 from .outcome import StepOutcome
@@ -105,7 +105,7 @@ class _Evaluation:
         calls = self._scaler._scale_calls
         loss = self._closure()
         if self._scaler._scale_calls == calls:
-            raise MissingCallError(
+            raise ScalerStateError(
                 "the closure did not call scaler.scale(): it must call "
                 "scaler.scale(loss).backward() and return the loss as it is"
             )

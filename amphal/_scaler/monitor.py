@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..errors import ArgumentError, ArgumentTypeError, MissingCallError, did_you_mean
+from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError, did_you_mean
 from . import arguments as rules
 from . import gradients as _grads
 from .norms import total_norm
@@ -287,14 +287,14 @@ class GradMonitor:
     def last(self) -> GradHealth:
         """The latest observation."""
         if self._last is None:
-            raise MissingCallError("nothing was observed yet: call observe() or step() first")
+            raise ScalerStateError("nothing was observed yet: call observe() or step() first")
         return self._last
 
     @property
     def outcome(self) -> StepOutcome:
         """What the latest :meth:`step` did."""
         if self._outcome is None:
-            raise MissingCallError("nothing was stepped yet: call step(optimizer) first")
+            raise ScalerStateError("nothing was stepped yet: call step(optimizer) first")
         return self._outcome
 
     def _count(self, index: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import ArgumentError, MissingCallError, ScaleCollapseError
+from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
 from . import gradients as _grads
 from . import names as _grad_names
@@ -138,10 +138,10 @@ class Scale(torch.amp.GradScaler):
             new_scale: set the scale to this, inside the bounds, instead.
 
         Raises:
-            MissingCallError: nothing was stepped or unscaled since the last update.
+            ScalerStateError: nothing was stepped or unscaled since the last update.
             ScaleCollapseError: overflows at the floor, or too many in a row. The iteration has
                 ended as usual; the parameters are as they were before it.
-            ScalerArgumentError, ArgumentTypeError: ``new_scale`` is no scale; nothing was changed.
+            ArgumentError, ArgumentTypeError: ``new_scale`` is no scale; nothing was changed.
         """
         if not self._enabled:
             if self._stepped:
@@ -172,7 +172,7 @@ class Scale(torch.amp.GradScaler):
         flag, found = _evidence(states, scale.device)
         if flag is None:
             if not any(state["stage"] is not OptState.READY for state in states):
-                raise MissingCallError(
+                raise ScalerStateError(
                     "update() found no optimizer that was stepped or unscaled since the last "
                     "update: call scaler.step(optimizer) first"
                 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from .._choice.choose import Choice, DeviceLike
-from ..errors import ArgumentError, ArgumentTypeError, MissingCallError
+from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError
 from . import arguments as rules
 from . import clip as _clip
 from . import closure as _closure
@@ -56,7 +56,7 @@ class GradScaler(Stepper):
             iterations at most.
 
     Raises:
-        ScalerArgumentError, ArgumentTypeError: a value that is not allowed; see each rule.
+        ArgumentError, ArgumentTypeError: a value that is not allowed; see each rule.
         UnknownDeviceError, DeviceNotAvailableError: no such device, or not here.
     """
 
@@ -153,7 +153,7 @@ class GradScaler(Stepper):
         ``error_if_nonfinite`` finds on one rank of a process group is raised on all of them.
 
         Raises:
-            MissingCallError, ScalerStateError: before scale(), after step(), or clipped already.
+            ScalerStateError, ScalerStateError: before scale(), after step(), or clipped already.
             NonFiniteGradientError: as asked by ``error_if_nonfinite``; nothing was changed.
             ArgumentError, ArgumentTypeError: a value that is not allowed, or shards of FSDP1.
         """
@@ -174,7 +174,7 @@ class GradScaler(Stepper):
             What ``optimizer.step`` returned; None if it was skipped.
 
         Raises:
-            MissingCallError: no loss was scaled yet, or a closure did not scale its own.
+            ScalerStateError: no loss was scaled yet, or a closure did not scale its own.
             ScalerStateError: stepped already since the last :meth:`update`.
             ArgumentError: the parameters are float16; the message names them.
         """
@@ -218,12 +218,12 @@ class GradScaler(Stepper):
         """What the latest :meth:`step` of ``optimizer`` did, to be read at any time later.
 
         Raises:
-            MissingCallError: this scaler has not stepped it yet.
+            ScalerStateError: this scaler has not stepped it yet.
         """
         try:
             return self._outcomes[optimizer]
         except (KeyError, TypeError):
-            raise MissingCallError(
+            raise ScalerStateError(
                 "outcome() has nothing to tell: this scaler has not stepped the "
                 f"{type(optimizer).__name__}; call scaler.step(optimizer) first"
             ) from None

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
-    MissingCallError,
-    MissingStateKeyError,
+    ScalerStateError,
     StateDictError,
 )
 from . import arguments as rules
@@ -76,7 +75,7 @@ def load(scaler: Scale, state: Any) -> None:
 def _checked(scaler: Scale, state: Mapping[str, Any]) -> tuple[float, float, float, int, int]:
     missing = [key for key in _TORCHS if key not in state]
     if missing:
-        raise MissingStateKeyError(
+        raise StateDictError(
             f"the scaler's state has no {', '.join(missing)}; it has {', '.join(map(str, state))}. "
             "It must come from state_dict() of a scaler. Nothing was changed"
         )
@@ -107,7 +106,7 @@ def _checked_counters(own: Any) -> tuple[int, int, int, int]:
         )
     missing = [key for key in _COUNTERS if key not in own]
     if missing:
-        raise MissingStateKeyError(
+        raise StateDictError(
             f"the part {_OWN!r} of the scaler's state has no {', '.join(missing)}. "
             "Nothing was changed"
         )
@@ -121,7 +120,7 @@ def _checked_counters(own: Any) -> tuple[int, int, int, int]:
 def freeze(scaler: Scale) -> dict[str, Any]:
     """What is pickled: numbers for the tensors, nothing that belongs to this process."""
     if scaler._per_optimizer_states:
-        raise MissingCallError(
+        raise ScalerStateError(
             "a scaler can be pickled or copied between iterations only: call scaler.update() first"
         )
     state = scaler.__dict__.copy()

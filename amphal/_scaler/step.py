@@ -95,7 +95,7 @@ class Stepper(Scale):
         to clip them, :meth:`clip_grad_norm_` is cheaper.
 
         Raises:
-            MissingCallError: no loss was scaled yet.
+            ScalerStateError: no loss was scaled yet.
             ScalerStateError: unscaled, clipped or stepped already since the last :meth:`update`.
             ArgumentError: the parameters are float16; the message names them.
         """

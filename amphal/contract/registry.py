@@ -75,7 +75,7 @@ def _load(entry: metadata.EntryPoint) -> Backend:
     loaded = entry.load()
     if not isinstance(loaded, Backend):
         raise ArgumentTypeError(
-            f"{entry.value} is {type(loaded).__name__}, not an amphal.Backend; "
+            f"{entry.value} is {type(loaded).__name__}, not an amphal.contract.Backend; "
             "an entry point must name a Backend instance"
         )
     if loaded.device_type != entry.name:
@@ -189,7 +189,7 @@ def get_backend(device_type: str) -> Backend:
             f"registered: {', '.join(known) or 'none (is amphal installed?)'}."
             f"{_precision_hint(device_type) or did_you_mean(device_type, known)} "
             f"A plug-in adds one by the entry point group {ENTRY_POINT_GROUP!r} or "
-            "amphal.register_backend()"
+            "amphal.contract.register_backend()"
         )
     if row.backend is None:
         raise BackendError(f"the backend {device_type!r} of {row.source} failed: {row.error}")
@@ -209,7 +209,7 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
     """
     if not isinstance(backend, Backend):
         raise ArgumentTypeError(
-            f"register_backend() takes an amphal.Backend, got {type(backend).__name__}"
+            f"register_backend() takes an amphal.contract.Backend, got {type(backend).__name__}"
         )
     with _lock:
         old = _registry().get(backend.device_type)
@@ -267,6 +267,6 @@ def availability(backend: Backend) -> Availability:
     if not isinstance(answer, Availability):
         return Availability(
             False,
-            f"available() of the backend returned {shown(answer)}, not an amphal.Availability",
+            f"available() of the backend returned {shown(answer)}, not an Availability",
         )
     return answer

@@ -108,7 +108,7 @@ def guard(engine: Any) -> Any:
 
     A region that is entered while the engine's forward or backward runs does nothing, and one that
     surrounds a call of the engine is off inside it; the first of either is noted once, by an
-    ``OwnerWarning``. Regions that switch autocast off stay in force. An engine whose configuration
+    ``EngineWarning``. Regions that switch autocast off stay in force. An engine whose configuration
     owns no mixed precision is left as it is.
 
     Raises:

@@ -68,7 +68,7 @@ class RecordChecks:
         with answering(subject.backend, "available"):
             answer = subject.backend.available()
         assert isinstance(answer, Availability), (
-            f"available() returned {answer!r}; it must return an amphal.Availability"
+            f"available() returned {answer!r}; it must return an amphal.contract.Availability"
         )
         with broken_vendor_imports():
             broken = subject.backend.available()

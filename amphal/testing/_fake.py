@@ -37,22 +37,22 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 class FakeBackend(Backend):
-    """A :class:`amphal.Backend` that takes values where a real one takes functions.
+    """A :class:`amphal.contract.Backend` that takes values where a real one takes functions.
 
     ::
 
-        amphal.register_backend(FakeBackend("toy", dtypes={torch.float16: DtypeSupport(...)}))
+        register_backend(FakeBackend("toy", dtypes={torch.float16: DtypeSupport(...)}))
 
     Without arguments it describes the device of :func:`install_device`, and is available where
     that is installed. Its priority is below the CPU's, so it is used where it is named.
 
     Args:
         device_type: the torch device type it claims.
-        priority: as in :class:`amphal.Backend`.
+        priority: as in :class:`amphal.contract.Backend`.
         available: True, or the reason why it is absent, or an ``Availability``.
         probe: the :class:`amphal.Hardware` that is found, whatever the index.
         dtypes, op_lists, scaler: the answers for every hardware and dtype.
-        fields: any other field of :class:`amphal.Backend`.
+        fields: any other field of :class:`amphal.contract.Backend`.
 
     A function is taken as it is, in each place.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import amphal
+from amphal.contract import get_backend, registered_backends
+from amphal.errors import AmphalError
 from amphal.testing import BackendConformance
 
 
@@ -16,10 +17,10 @@ class TestBackend(BackendConformance):
         """The device type after ``--amphal-backend``."""
         name = config.getoption("--amphal-backend")
         if not name:
-            known = ", ".join(amphal.registered_backends())
+            known = ", ".join(registered_backends())
             raise pytest.UsageError(f"say which backend: --amphal-backend NAME, one of {known}")
         try:
-            amphal.get_backend(name)
-        except amphal.AmphalError as error:
+            get_backend(name)
+        except AmphalError as error:
             raise pytest.UsageError(f"--amphal-backend {name}: {error}") from None
         return str(name)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 _LOWER = """
     addbmm addmm baddbmm batch_norm bmm conv1d conv2d conv3d conv_transpose1d

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import amphal
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 
 def available() -> Availability:
@@ -60,7 +61,7 @@ def dtypes(hw: Hardware) -> Mapping[torch.dtype, DtypeSupport]:
 
 def op_lists(dtype: torch.dtype) -> OpLists:
     """CUDA's lists: torch_mlu registers the same ops with the same policies."""
-    return amphal.get_backend("cuda").op_lists(dtype)
+    return amphal.contract.get_backend("cuda").op_lists(dtype)
 
 
 def scaler(hw: Hardware) -> ScalerSupport:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import amphal
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 
 def available() -> Availability:
@@ -65,7 +66,7 @@ def dtypes(hw: Hardware) -> Mapping[torch.dtype, DtypeSupport]:
 
 def op_lists(dtype: torch.dtype) -> OpLists:
     """torch's shared lists, as XPU has them, and the convolution of an out-of-tree device."""
-    shared = amphal.get_backend("xpu").op_lists(dtype)
+    shared = amphal.contract.get_backend("xpu").op_lists(dtype)
     return OpLists(
         lower_precision=shared.lower_precision | {"convolution_overrideable"},
         fp32=shared.fp32,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import amphal
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 _FIRST = re.compile(r"Ascend(910A|910B|910Pro[AB]|910PremiumA|310.*)\Z")
 """The first generation. A bare "Ascend910B" is one of it; "Ascend910B1" and later are Atlas A2."""
@@ -72,7 +73,7 @@ def dtypes(hw: Hardware) -> Mapping[torch.dtype, DtypeSupport]:
 
 def op_lists(dtype: torch.dtype) -> OpLists:
     """CUDA's lists, less the ops that torch_npu doesn't register."""
-    cuda = amphal.get_backend("cuda").op_lists(dtype)
+    cuda = amphal.contract.get_backend("cuda").op_lists(dtype)
     missing = {"linalg_vecdot", "rms_norm", "vdot"}
     return OpLists(
         lower_precision=cuda.lower_precision - missing,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import Ranks
 
 import amphal
+from amphal.errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError
 
 
 def plan_of(hardware: list[str], precision: list[str]) -> Any:
@@ -74,21 +75,21 @@ def test_named_precision_is_kept(two_ranks: Ranks) -> None:
 def test_impossible_on_one_rank_is_an_error_on_all(two_ranks: Ranks) -> None:
     """A rank that cannot do what was named tells the others, and nobody waits for it."""
     for error in two_ranks(plan_of, ["h100", "rx-6800"], ["bf16", "bf16"]):
-        assert type(error) is amphal.UnsupportedPrecisionError
+        assert type(error) is UnsupportedPrecisionError
         assert str(error).startswith("rank 1 of the process group: precision='bf16' asks for bf16")
 
 
 def test_different_wishes_are_an_error_on_all(two_ranks: Ranks) -> None:
     """An environment variable that is set on one rank only is named, with the ranks."""
     for error in two_ranks(plan_here, {1: "bf16"}):
-        assert type(error) is amphal.ArgumentError
+        assert type(error) is ArgumentError
         assert "'auto' on rank 0; 'bf16' on rank 1" in str(error)
 
 
 def test_a_bad_argument_on_one_rank_is_an_error_on_all(two_ranks: Ranks) -> None:
     """A rank whose own question is wrong raises, and so do the others."""
     for error in two_ranks(plan_of, ["h100", "h100"], ["auto", "fp8"]):
-        assert type(error) is amphal.UnsupportedPrecisionError
+        assert type(error) is UnsupportedPrecisionError
         assert str(error).startswith("rank 1 of the process group: precision must be")
 
 
@@ -102,7 +103,7 @@ def test_same_machine_agrees_with_itself(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("group", ["gloo", 1, object()])
 def test_group_that_is_none(group: object) -> None:
     """Anything but a process group is refused before anything is asked of it."""
-    with pytest.raises(amphal.ArgumentTypeError, match="init_process_group"):
+    with pytest.raises(ArgumentTypeError, match="init_process_group"):
         amphal.detect(process_group=group)
 
 
@@ -111,7 +112,7 @@ def detect_in_destroyed() -> str:
 
     group = dist.new_group([0, 1])
     dist.destroy_process_group(group)
-    with pytest.raises(amphal.ArgumentTypeError) as caught:
+    with pytest.raises(ArgumentTypeError) as caught:
         amphal.detect("cpu", process_group=group)
     return str(caught.value)
 

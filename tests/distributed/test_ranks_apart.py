@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import amphal
+from amphal.errors import ArgumentError, NonFiniteGradientError, ScaleCollapseError
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -76,7 +77,7 @@ def refused(enabled: bool, sharded: bool, by_optimizer: bool, empty: bool) -> st
     if empty and dist.get_rank() == 0:
         params[0].grad = None
     scaler, opt = started(enabled), torch.optim.SGD(params, lr=0.1)
-    with pytest.raises(amphal.NonFiniteGradientError) as caught:
+    with pytest.raises(NonFiniteGradientError) as caught:
         scaler.clip_grad_norm_(opt if by_optimizer else params, 1.0, error_if_nonfinite=True)
     return str(caught.value)
 
@@ -121,7 +122,7 @@ def collapse() -> str:
         model.weight.grad[0] = math.nan
     scaler, opt = started(model=model), torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.step(opt)
-    with pytest.raises(amphal.ScaleCollapseError) as caught:
+    with pytest.raises(ScaleCollapseError) as caught:
         scaler.update()
     return str(caught.value)
 
@@ -172,7 +173,7 @@ def clip_flattened(original: bool, enabled: bool) -> str:
     )
     scaler, opt = started(enabled), torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    with pytest.raises(amphal.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         scaler.clip_grad_norm_(opt, 1.0)
     scaler.unscale_(opt)
     assert float(model.clip_grad_norm_(1.0)) > 0

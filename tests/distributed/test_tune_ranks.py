@@ -11,6 +11,7 @@ from ranks import Ranks
 
 import amphal
 from amphal._tune import tune as _tune
+from amphal.errors import ArgumentError
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -99,5 +100,5 @@ def test_only_common_candidates_run(two_ranks: Ranks) -> None:
 def test_several_ranks_need_a_group(two_ranks: Ranks) -> None:
     """Without one they would run different numbers of steps."""
     for error in two_ranks(tuned, [{"fp32": 0.02}] * 2, {}, False):
-        assert isinstance(error, amphal.ArgumentError)
+        assert isinstance(error, ArgumentError)
         assert "tune() in a job of 2 ranks needs process_group=" in str(error)

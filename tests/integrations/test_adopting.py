@@ -19,6 +19,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 import amphal
+from amphal.errors import ArgumentError, ArgumentTypeError
 from amphal.integrations import accelerate, lightning, transformers
 
 
@@ -86,14 +87,14 @@ def test_accelerate_checkpoint_has_the_scaler(tmp_path: Path) -> None:
 def test_accelerate_refusals() -> None:
     """Another precision, a prepared accelerator and no accelerator are refused, each by name."""
     made = Accelerator(mixed_precision="bf16", cpu=True)
-    with pytest.raises(amphal.ArgumentError, match="'bf16', the plan is for 'fp16'"):
+    with pytest.raises(ArgumentError, match="'bf16', the plan is for 'fp16'"):
         accelerate.adopt(made, plan_of("fp16"))
     made.prepare(*parts())
-    with pytest.raises(amphal.ArgumentError, match="before prepare"):
+    with pytest.raises(ArgumentError, match="before prepare"):
         accelerate.adopt(made, plan_of("bf16"))
-    with pytest.raises(amphal.ArgumentTypeError, match="got Linear"):
+    with pytest.raises(ArgumentTypeError, match="got Linear"):
         accelerate.adopt(nn.Linear(1, 1), plan_of("bf16"))
-    with pytest.raises(amphal.ArgumentError, match="comes from the plan"):
+    with pytest.raises(ArgumentError, match="comes from the plan"):
         accelerate.accelerator(plan_of("bf16"), mixed_precision="no")
 
 
@@ -187,12 +188,12 @@ def test_what_is_no_scaler_or_trainer() -> None:
     """Said where it is given, not where a framework would trip over it."""
     plan = plan_of("fp16")
     wrong: Any = object()
-    with pytest.raises(amphal.ArgumentTypeError, match="takes scaler="):
+    with pytest.raises(ArgumentTypeError, match="takes scaler="):
         accelerate.accelerator(plan, scaler=wrong)
     for make in (lightning.fabric_precision, lightning.trainer_precision):
-        with pytest.raises(amphal.ArgumentTypeError, match="takes scaler="):
+        with pytest.raises(ArgumentTypeError, match="takes scaler="):
             make(plan, scaler=wrong)
-    with pytest.raises(amphal.ArgumentTypeError, match=r"a transformers\.Trainer, got Linear"):
+    with pytest.raises(ArgumentTypeError, match=r"a transformers\.Trainer, got Linear"):
         transformers.adopt(nn.Linear(1, 1), plan)
 
 
@@ -200,5 +201,5 @@ def test_lightning_on_another_device_than_the_plan() -> None:
     """A region of the plan's device does nothing elsewhere, so the first step says it."""
     precision = lightning.fabric_precision(plan_of("bf16"))
     model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(amphal.ArgumentError, match=r"on meta.*plan is for cpu"):
+    with pytest.raises(ArgumentError, match=r"on meta.*plan is for cpu"):
         precision.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -11,6 +11,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import amphal
+from amphal.errors import EngineWarning
 from amphal.integrations import deepspeed as amphal_deepspeed
 
 
@@ -55,7 +56,7 @@ def train(by: Any) -> tuple[list[Any], list[str], bool]:
                 engine.backward(loss)
                 engine.step()
             after = torch.is_autocast_enabled("cpu")
-    notes = [str(w.message) for w in caught if issubclass(w.category, amphal.OwnerWarning)]
+    notes = [str(w.message) for w in caught if issubclass(w.category, EngineWarning)]
     return net.seen, notes, after
 
 

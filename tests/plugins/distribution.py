@@ -10,7 +10,8 @@ from pathlib import Path
 
 GOOD = """
 import torch
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 def available(): return Availability({ok}, "" if {ok} else "no such hardware")
 def probe(index): return Hardware("{name}", "the {name} device", index)

@@ -7,6 +7,8 @@ import torch
 
 import amphal
 from amphal import OpLists
+from amphal.contract import register_backend, unregister_backend
+from amphal.errors import BackendError
 from amphal.testing import FakeBackend, install_device
 
 install_device("toy")
@@ -14,12 +16,12 @@ install_device("toy")
 
 def test_lists_that_make_no_sense_are_an_error_that_names_the_backend() -> None:
     """A policy that an op cannot have is refused when kernels are made of it."""
-    amphal.register_backend(FakeBackend("toy", op_lists=OpLists(fp32_set_opt_dtype={"mm"})))
+    register_backend(FakeBackend("toy", op_lists=OpLists(fp32_set_opt_dtype={"mm"})))
     try:
-        with pytest.raises(amphal.BackendError, match=r"'toy' declares 'mm'.*no optional dtype"):
+        with pytest.raises(BackendError, match=r"'toy' declares 'mm'.*no optional dtype"):
             amphal.autocast("toy", dtype="bf16")
     finally:
-        amphal.unregister_backend("toy")
+        unregister_backend("toy")
 
 
 def test_lists_may_differ_between_the_dtypes() -> None:
@@ -30,7 +32,7 @@ def test_lists_may_differ_between_the_dtypes() -> None:
         one, other = ("exp", "log") if dtype is torch.bfloat16 else ("log", "exp")
         return OpLists(lower_precision=shared | {other}, fp32={one})
 
-    amphal.register_backend(FakeBackend("toy", op_lists=lists))
+    register_backend(FakeBackend("toy", op_lists=lists))
     try:
         x = torch.ones(2, 2, device="toy")
         for dtype, one, other in (
@@ -43,4 +45,4 @@ def test_lists_may_differ_between_the_dtypes() -> None:
                 assert other(x).dtype is dtype
             assert not amphal.op_lists("toy", dtype).unclassified
     finally:
-        amphal.unregister_backend("toy")
+        unregister_backend("toy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import amphal
+from amphal.errors import BackendError
 from amphal.testing import BackendConformance, FakeBackend, install_device
 
 install_device("toy")
@@ -63,7 +63,7 @@ def test_a_convolution_and_attention_train() -> None:
 def test_a_second_name_is_refused() -> None:
     """torch has one slot, and the error says who has it."""
     install_device("toy")
-    with pytest.raises(amphal.BackendError, match="'toy' has it"):
+    with pytest.raises(BackendError, match="'toy' has it"):
         install_device("another")
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 import amphal
-from amphal import Availability, Backend, DtypeSupport, OpLists
+from amphal import OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, get_backend
 from amphal.testing import BackendConformance
 
-CPU = amphal.get_backend("cpu")
+CPU = get_backend("cpu")
 _count = itertools.count()
 FINE = DtypeSupport("emulated", False, "a test says so")
 BOTH = {torch.bfloat16: FINE, torch.float16: FINE}

@@ -65,5 +65,5 @@ class Square(torch.autograd.Function):
 model = torch.nn.Linear(2, 2)
 report: amphal.PrecastReport = amphal.precast_(model, example_inputs=torch.ones(1, 2), plan=plan)
 saved: int = report.bytes_saved
-restored: tuple[str, ...] = amphal.restore_(model, rounded=True)
+restored: tuple[str, ...] = amphal.undo_precast_(model, rounded=True)
 full: dict[str, Any] = amphal.full_precision_state_dict(model)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from amphal import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
+from amphal import Hardware, OpLists
+from amphal.contract import Availability, Backend, DtypeSupport, ScalerSupport
 
 _LOWER = """
     addbmm addmm baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
