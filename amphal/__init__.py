@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ._front import Plan, detect
     from ._precast.precast import full_precision_state_dict, precast_, undo_precast_
     from ._scaler import GradMonitor, GradScaler
+    from ._trace.nonfinite import find_nonfinite
+    from ._trace.trace import trace
     from ._tune.tune import tune
     from .contract.known_hardware import known_hardware
     from .contract.op_lists import OpLists
@@ -40,12 +42,14 @@ _AT_FIRST_USE = {
     "custom_bwd": "_autocast.custom_function",
     "custom_fwd": "_autocast.custom_function",
     "detect": "_front",
+    "find_nonfinite": "_trace.nonfinite",
     "full_precision_state_dict": "_precast.precast",
     "known_hardware": "contract.known_hardware",
     "op_lists": "_casting.live_lists",
     "precast_": "_precast.precast",
     "register_autocast_op": "_casting.rules",
     "set_precision": "_autocast.pin",
+    "trace": "_trace.trace",
     "tune": "_tune.tune",
     "undo_precast_": "_precast.precast",
 }
@@ -93,12 +97,14 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "detect",
+    "find_nonfinite",
     "full_precision_state_dict",
     "known_hardware",
     "op_lists",
     "precast_",
     "register_autocast_op",
     "set_precision",
+    "trace",
     "tune",
     "undo_precast_",
 ]

@@ -30,7 +30,17 @@ from . import live_lists as _ops
 from . import rules as _install
 from .kernels import PASS_BY
 
-__all__ = ["Effective", "Policy", "active", "current", "enter", "leave", "policy"]
+__all__ = [
+    "Effective",
+    "Policy",
+    "active",
+    "current",
+    "enter",
+    "kernel_of",
+    "leave",
+    "observe",
+    "policy",
+]
 
 _Table = Mapping[str, str]
 
@@ -112,7 +122,7 @@ class Effective:
                     self.actions[op, key] = _kernels.action(op, wanted, policy.device)
                     changed[op, key] = wanted
         self.kernels = _registration.KernelSet(
-            {pair: _kernel(*pair, builtins[pair[1]]) for pair in self.actions},
+            {pair: kernel_of(*pair, builtins[pair[1]]) for pair in self.actions},
             added=[(op, key) for op, key in self.actions if op not in builtins[key].torchs],
         )
         self.marks = _marks(frozenset(changed.items()))
@@ -122,7 +132,7 @@ class Effective:
 _functions: dict[tuple[str, str, bool], Any] = {}
 
 
-def _kernel(op: str, key: str, policy: Policy) -> Any:
+def kernel_of(op: str, key: str, policy: Policy) -> Any:
     """The one kernel of an op that regions name: the thread's own policy, else what torch does."""
     found = (op, key, op in policy.torchs)
     if found not in _functions:
@@ -135,6 +145,8 @@ def _make_kernel(op: str, key: str, policy: Policy) -> Any:
     otherwise = _built_in(op, key, policy)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.observer is not None:
+            return observed_call(keyset, args, kwargs)
         effective = thread.active
         if effective is not None:
             run = effective.actions.get(pair)
@@ -142,7 +154,21 @@ def _make_kernel(op: str, key: str, policy: Policy) -> Any:
                 return run(keyset, args, kwargs)
         return otherwise(keyset, args, kwargs)
 
+    def observed_call(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        effective = thread.active
+        run = effective.actions.get(pair) if effective is not None else None
+        wanted = effective.tables[key].get(op) if effective is not None and run else None
+        name = wanted or policy.builtin.get(op, PASS_BY)
+        action = run or otherwise
+        return thread.observer(op, name, lambda: action(keyset, args, kwargs), (args, kwargs))
+
     return kernel
+
+
+def observe(observer: Any) -> Any:
+    """Call ``observer`` instead of each kernel in this thread; gives back the one before."""
+    before, _thread.observer = _thread.observer, observer
+    return before
 
 
 def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
@@ -222,6 +248,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[object, Effective]] = []
         self.active: Effective | None = None
+        self.observer: Any = None
+        """Is called for each call of an op that has a kernel here; see ``observe``."""
 
 
 _thread = _Thread()

@@ -201,7 +201,7 @@ _GENERATED = frozenset(
     layer_norm log log1p log_softmax.int logsumexp matmul mm mv native_layer_norm pow.Scalar
     pow.Tensor_Scalar pow.Tensor_Tensor prelu prod prod.dim_int reciprocal rms_norm rsqrt
     softmax.int stack sum sum.dim_IntList
-    """.split()  # noqa: SIM905 - a list of names reads best so
+    """.split()
 )
 
 
@@ -432,3 +432,21 @@ def frames_compiled() -> int:
         return int(utils.counters["frames"]["total"])  # type: ignore[union-attr]
     except (AttributeError, KeyError, TypeError):
         return 0
+
+
+def current_autograd_node() -> Any:
+    """The node of the backward pass that runs in this thread, or None outside of one.
+
+    Private; there from torch 2.1 on, checked on 2.6 and 2.13.
+    """
+    return torch._C._current_autograd_node()
+
+
+def sequence_of(node: Any) -> int:
+    """The number of an autograd node: nodes are numbered in the order in which they were made."""
+    return int(node._sequence_nr())
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets (checked on torch 2.6, 2.13)."""
+    return int(torch._C._autograd._get_sequence_nr())
