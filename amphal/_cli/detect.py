@@ -1,4 +1,4 @@
-"""The command line: ``amphal detect [--device D] [--precision P] [--json]``."""
+"""``amphal detect [--device D] [--precision P] [--json]``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-from ._front import Plan, detect
-from .contract import registry as _registry
-from .errors import AmphalError, PrecisionWarning
+from .._front import Plan, detect
+from ..contract import registry as _registry
+from ..errors import AmphalError, PrecisionWarning
+from . import output
 
-__all__ = ["main"]
+__all__ = ["add", "run"]
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -62,10 +62,9 @@ def _print_json(plan: Plan | None, error: str, notes: list[str]) -> None:
 
 def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("backend", "here", "hardware", "precision", "scaler", "from")
+    table = output.table("backend", "here", "hardware", "precision", "scaler", "from")
     reasons = []
     for row in _rows():
         found = row["plan"]
@@ -79,7 +78,7 @@ def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
         table.add_row(*(Text(c) for c in (row["name"], here, *cells, row["source"])))
         if row["reason"] and row["reason"] != error:
             reasons.append(f"{row['name']}: {row['reason']}")
-    console = Console(soft_wrap=False)
+    console = output.console()
     console.print(table)
     for reason in reasons:
         console.print(Text(reason))
@@ -92,25 +91,23 @@ def _print_table(plan: Plan | None, error: str, notes: list[str]) -> None:
         Console(stderr=True).print(Text(f"Error: {error}"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="amphal", description="Mixed precision for every PyTorch device."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
     found = commands.add_parser(
-        "detect", help="show every backend, and the plan for this machine with its reasons"
+        "detect",
+        help="show every backend, and the plan for this machine with its reasons",
+        epilog="example: amphal detect --precision fp16",
     )
     found.add_argument("--device", help="ask about this device (AMPHAL_DEVICE stands in for it)")
     found.add_argument(
         "--precision", default="auto", help="auto, bf16, fp16 or fp32 (or AMPHAL_PRECISION)"
     )
     found.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    found.set_defaults(run=run)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, or 1 where there is no plan."""
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+def run(args: argparse.Namespace) -> int:
+    """0, or 1 where there is no plan."""
     plan, error, notes = _chosen(args.device, args.precision)
     (_print_json if args.json else _print_table)(plan, error, notes)
     return 0 if plan is not None else 1
