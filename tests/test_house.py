@@ -24,7 +24,8 @@ FLOORS = [
     {"_casting", "_choice", "backends"},
     {"_autocast", "_scaler"},
     {"_front"},
-    {"_cli", "_precast", "_trace", "_tune", "integrations", "testing"},
+    {"_precast", "_trace", "_tune", "integrations", "testing"},
+    {"_cli"},
     {"amphal", "__main__"},
 ]
 """The rooms from the ground up. A room imports from lower floors only, and from itself."""
