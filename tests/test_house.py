@@ -25,6 +25,7 @@ FLOORS = [
     {"_autocast", "_scaler"},
     {"_front"},
     {"_precast", "_trace", "_tune", "integrations", "testing"},
+    {"_doctor"},
     {"_cli"},
     {"amphal", "__main__"},
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import AmphalError
-from . import detect, env, hardware, ops, run
+from . import detect, doctor, env, hardware, ops, run
 
 __all__ = ["main"]
 
@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"amphal {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (detect, ops, hardware, env, run):
+    for command in (detect, ops, hardware, env, run, doctor):
         command.add(commands)
     return parser
 

@@ -24,7 +24,7 @@ def test_bare_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     """Each command is there with a sentence, and that is no error."""
     status, out, _ = answer(capsys)
     assert status == 0
-    for command in ("detect", "ops", "hardware", "env", "run"):
+    for command in ("detect", "ops", "hardware", "env", "run", "doctor"):
         assert f"\n    {command} " in out
 
 
@@ -35,7 +35,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"amphal {amphal.__version__}"
 
 
-@pytest.mark.parametrize("command", ["detect", "ops", "hardware", "env", "run"])
+@pytest.mark.parametrize("command", ["detect", "ops", "hardware", "env", "run", "doctor"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the command itself."""
     with pytest.raises(SystemExit, match="0"):
@@ -70,6 +70,7 @@ def test_ops_differences_are_all_and_only_differences(capsys: pytest.CaptureFixt
         (["ops", "cuda", "--op", "sofmax"], "'softmax.int'"),
         (["hardware", "t44"], "'t4'"),
         (["run", "no-such.py"], "no file 'no-such.py'"),
+        (["doctor", "no-such.py"], "no file 'no-such.py'"),
     ],
 )
 def test_a_slip_is_one_line_with_the_near_name(
