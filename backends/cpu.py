@@ -147,11 +147,13 @@ def scaler(hw: Hardware) -> ScalerSupport:
 
 
 def float32_matmul(hw: Hardware) -> Mapping[str, str]:
-    """oneDNN takes "medium" for leave to multiply in bf16; "high" (TF32) changes nothing here.
+    """With AMX, "medium" lets oneDNN multiply in bf16; "high" (TF32) changes nothing on a CPU.
 
-    Run on a Xeon with AMX under torch 2.13: the results of "high" are those of "highest".
+    Measured on torch 2.13 with oneDNN held to one instruction set after the other
+    (``ONEDNN_MAX_CPU_ISA``): the largest relative error of products under "medium" is 2e-3 with
+    AMX, and 9e-7 with AVX512_BF16, AVX512_FP16 or AVX512 alone, where oneDNN multiplies in fp32.
     """
-    if hw.architecture == "x86_64" and hw.flags & {"amx_bf16", "avx512_bf16"}:
+    if hw.architecture == "x86_64" and "amx_bf16" in hw.flags:
         return {"medium": "oneDNN multiplies in bf16"}
     return {}
 
