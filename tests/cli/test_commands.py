@@ -83,8 +83,11 @@ def test_a_slip_is_one_line_with_the_near_name(
     assert err.count("\n") == 1
 
 
-def test_hardware_shows_the_plan_of_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hardware_shows_the_plan_of_each_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same as detect() says of the record."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # which a person may set to have it wrapped
     status, out, _ = answer(capsys, "hardware", "--json")
     plans = json.loads(out)
     assert status == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from helpers.ranks import Ranks
 
 
 def _group(size: int) -> Iterator[Ranks]:

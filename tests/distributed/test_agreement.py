@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
 
 import amphal
 from amphal.errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError

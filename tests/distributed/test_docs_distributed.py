@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
 from torch import nn
 
 import amphal

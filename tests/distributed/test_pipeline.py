@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import START, batch, model
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
-from training import START, batch, model
 
 import amphal
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import Course, made, one_step, overflows
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
-from training import Course, made, one_step, overflows
 
 STEPS, EVERY, DIES = 24, 5, 13
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

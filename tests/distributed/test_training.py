@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from ranks import Ranks
-from training import Course, overflows, run
+from helpers.ranks import Ranks
+from helpers.training import Course, overflows, run
 
 # On a small machine four ranks share the cores, so they take fewer steps unless told otherwise.
 STEPS = {2: 200, 4: int(os.environ.get("AMPHAL_TEST_STEPS", "30"))}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
 
 import amphal
 from amphal._tune import tune as _tune

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observing import observed
+from helpers.observing import observed
 
 
 def test_ipex_adds_ops_and_changes_none() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from observing import observed
+from helpers.observing import observed
 
 from amphal.contract.records import torch_version
 

@@ -1,0 +1,1 @@
+"""What several files of tests share. Imported as ``from helpers.scaler import scaler_of``."""

@@ -1,0 +1,31 @@
+"""Fixtures of the scaler's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from amphal._scaler import gradients as _grads
+from amphal._scaler import outcome as _outcome
+
+
+@pytest.fixture(params=["host", "device"])
+def memory(request, monkeypatch):
+    """Run with the scale in host memory, and as if it lay where the host cannot see it."""
+    if request.param == "device":
+        monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
+    return request.param
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Counts the transfers by which the history of unread iterations is read."""
+    counts = []
+    read = _outcome.History.read
+
+    def counted(self, *args):
+        if not self.known:
+            counts.append(1)
+        return read(self, *args)
+
+    monkeypatch.setattr(_outcome.History, "read", counted)
+    return counts
