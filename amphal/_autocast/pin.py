@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .._torch.nested import cast, fields_of, is_record
 from ..errors import ArgumentError, ArgumentTypeError, PrecastError, did_you_mean
@@ -128,17 +130,31 @@ def _release(module: nn.Module) -> None:
             module.forward = pin.bare.forward_before
 
 
+class _Called(threading.local):
+    """The copy of a pinned module that this thread calls now, with the pin that it shares."""
+
+    copy: tuple[_Pin, nn.Module] | None = None
+
+
+_called = _Called()
+
+
 def _mark(module: nn.Module, args: Any) -> None:
-    """Does nothing, and can be pickled."""
+    """Say which module is called: a shallow copy or a replica shares the original's pin."""
+    if torch.compiler.is_compiling():
+        return
+    pin = vars(module).get("forward")
+    is_copy = isinstance(pin, _Pin) and pin.bare.pinned is not module
+    _called.copy = (pin, module) if is_copy else None  # type: ignore[assignment]
 
 
 class _Bare(nn.Module):
     """The pinned module with the forward that it had, for calling it with other parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward_before: Callable[..., Any] | None) -> None:
         super().__init__()
         self.pinned = module
-        self.forward_before: Callable[..., Any] | None = vars(module).get("forward")
+        self.forward_before = forward_before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.forward_before is not None:
@@ -153,7 +169,7 @@ class _Pin:
 
     def __init__(self, module: nn.Module, precision: Pinned) -> None:
         self.precision = precision
-        self.bare = _Bare(module)
+        self.bare = _Bare(module, vars(module).get("forward"))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -161,9 +177,10 @@ class _Pin:
         return inspect.signature(before or type(self.bare.pinned).forward.__get__(self.bare.pinned))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = _device_type(self.bare, args, kwargs)
+        bare = self._bare()
+        device = _device_type(bare, args, kwargs)
         if device is None or not torch.is_autocast_enabled(device):
-            return self.bare.forward(*args, **kwargs)
+            return bare.forward(*args, **kwargs)
         low = torch.get_autocast_dtype(device)
         dtype = torch.float32 if self.precision == "fp32" else low
         args, kwargs = (
@@ -171,23 +188,76 @@ class _Pin:
             cast(kwargs, (device,), dtype),
         )
         with torch.autocast(device, dtype=low, enabled=False):
-            output = self._run(device, dtype, args, kwargs)
+            output = self._run(bare, device, dtype, args, kwargs)
         return cast(output, (device,), low)
 
-    def _run(self, device: str, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-        keep = _beside_statistics(self.bare) if dtype is not torch.float32 else frozenset()
-        others = {
-            name: p.to(dtype)
-            for name, p in self.bare.named_parameters()
+    def _bare(self) -> _Bare:
+        """The module that is called: the pinned one, or a copy of it that shares this pin."""
+        if torch.compiler.is_compiling() or _called.copy is None:
+            return self.bare
+        pin, module = _called.copy
+        if pin is not self:
+            return self.bare
+        _called.copy = None
+        return _Bare(module, self.bare.forward_before)
+
+    def _run(self, bare: _Bare, device: str, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        keep = _beside_statistics(bare) if dtype is not torch.float32 else frozenset()
+        chosen = {
+            name: p
+            for name, p in _weights(bare)
             if name not in keep
             and p.is_floating_point()
             and p.dtype is not dtype
             and p.dtype is not torch.float64
             and p.device.type == device
         }
-        if not others:
-            return self.bare.forward(*args, **kwargs)
-        return torch.func.functional_call(self.bare, others, args, kwargs)
+        if not chosen:
+            return bare.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # Nothing is swapped where the graph runs.
+            others = {name: p.to(dtype) for name, p in chosen.items()}
+            return torch.func.functional_call(bare, others, args, kwargs)
+        with _CastWeights(chosen.values(), dtype):
+            return bare.forward(*args, **kwargs)
+
+
+class _CastWeights(TorchFunctionMode):
+    """Give functions the casts of these weights instead of the weights, in this thread alone.
+
+    The module keeps its weights, so that other threads, a state dict and an error see nothing.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.casts = {id(w): (w, w.to(dtype)) for w in weights}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+            return func(*args, **(kwargs or {}))  # a write must reach the weight
+        args, kwargs = self._cast(args), self._cast(kwargs or {})
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found = self.casts.get(id(value))
+            return value if found is None else found[1]
+        if type(value) in (list, tuple):
+            return type(value)(self._cast(v) for v in value)
+        if type(value) is dict:
+            return {k: self._cast(v) for k, v in value.items()}
+        return value
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters with their names, also of a replica, whose weights are plain tensors."""
+    for prefix, m in module.named_modules():
+        replicated = vars(m).get("_former_parameters", {})
+        own = {name: getattr(m, name, None) for name in replicated} or m._parameters
+        for name, p in own.items():
+            if isinstance(p, torch.Tensor):
+                yield f"{prefix}.{name}" if prefix else name, p
 
 
 def _beside_statistics(module: nn.Module) -> frozenset[str]:

@@ -82,6 +82,8 @@ def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype
     """Cast every eligible input to the dtype that ``choose`` names, and call on."""
     call = _compat.caller(_opnames.op_overload(op))
     cast = _casts(device)
+    if _opnames.statistics_of(op):
+        return _casting_beside_statistics(op, device, choose)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = choose((*args, *kwargs.values()) if kwargs else args)
@@ -92,6 +94,46 @@ def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype
             if kwargs:
                 kwargs = {name: cast(v, dtype) for name, v in kwargs.items()}
             return call(*[cast(v, dtype) for v in args], **kwargs)
+        finally:
+            _set_enabled(device, True)
+
+    return run
+
+
+def _casting_beside_statistics(
+    op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype]
+) -> Action:
+    """As ``_casting``, for an op that writes into running statistics without declaring it.
+
+    A cast would send the update into a copy. To a low dtype only the first input is cast, as
+    autocast leaves a batch norm: statistics in low precision would lose small updates, and the
+    weights must have their dtype. To float32 all is cast, and the statistics are written back.
+    """
+    overload = _opnames.op_overload(op)
+    call = _compat.caller(overload)
+    cast = _casts(device)
+    names = [a.name for a in overload._schema.arguments]
+    defaults = {
+        a.name: a.default_value for a in overload._schema.arguments if a.has_default_value()
+    }
+    statistics = _opnames.statistics_of(op)
+    flag = next((n for n in names if n in _opnames.WRITES_IF), None)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = choose((*args, *kwargs.values()))
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        found = {n: given[n] for n in statistics if given.get(n) is not None}
+        low = dtype is not _FLOAT and any(s.dtype is not dtype for s in found.values())
+        _set_enabled(device, False)
+        try:
+            inputs = {n: v if low and n != names[0] else cast(v, dtype) for n, v in given.items()}
+            result = call(*[inputs[n] for n in names])
+            if flag is None or given[flag]:
+                with torch.no_grad():
+                    for name, statistic in found.items():
+                        if inputs[name] is not statistic:
+                            statistic.copy_(inputs[name])
+            return result
         finally:
             _set_enabled(device, True)
 

@@ -68,6 +68,24 @@ def _has_tensors(op: str) -> int:
     return count
 
 
+_UPDATE_STATISTICS = frozenset(
+    """
+    _batch_norm_impl_index batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
+    batch_norm_update_stats cudnn_batch_norm instance_norm miopen_batch_norm native_batch_norm
+    """.split()
+)
+WRITES_IF = ("training", "train", "use_input_stats")
+"""The flags with which these ops update; those that have none update always."""
+
+
+def statistics_of(op: str) -> tuple[str, ...]:
+    """The arguments that ``op`` writes into although its schema does not declare it.
+
+    Found by running ops and comparing their arguments before and after, which a test repeats.
+    """
+    return ("running_mean", "running_var") if op in _UPDATE_STATISTICS else ()
+
+
 _VIEWS_THAT_TORCH_CASTS = frozenset(["view_as_complex"])
 
 
