@@ -85,7 +85,7 @@ def _refuse_together(scaler: Stepper, what: Any, params: list[Tensor], norm_type
         if what is None:
             scaled = _are_scaled(scaler, params)
         else:
-            scaled = scaler._state_of(what)["stage"] is OptState.READY
+            scaled = scaler._state_of(what).stage is OptState.READY
         inverse = scale.reciprocal() if scaled else torch.ones_like(scale)
     total = unscaled_norm(params, inverse, norm_type)
     device = params[0].device if params else total.device  # without gradients total is the CPU's
@@ -142,17 +142,17 @@ def _clip_optimizer(
     error_if_nonfinite: bool,
 ) -> Tensor:
     state = scaler._state_of(optimizer)
-    if state["stage"] is OptState.STEPPED or "divisor" in state:
+    if state.stage is OptState.STEPPED or state.divisor is not None:
         raise out_of_order("clip_grad_norm_", state)
     params = _grads.params_of(optimizer)
     groups = scaler._gather(optimizer, coalesce=True)
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
-    if state["stage"] is OptState.READY and not folds:
+    if state.stage is OptState.READY and not folds:
         if error_if_nonfinite:  # first, so that an error leaves the gradients as they were
             exact = unscaled_norm(params, scale.reciprocal(), norm_type)
             _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
-    if state["stage"] is OptState.UNSCALED:
+    if state.stage is OptState.UNSCALED:
         return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
 
     scaled = total_norm(params, norm_type)
@@ -169,15 +169,15 @@ def _clip_optimizer(
         scaler.unscale_(optimizer)
         return _clip_unscaled(scaler, params, max_norm, norm_type, False)
     flag = _grads.nonfinite_flag(total)
-    state["found_inf_per_device"] = {flag.device: flag}
-    state["stage"] = OptState.UNSCALED
+    state.found_inf_per_device = {flag.device: flag}
+    state.stage = OptState.UNSCALED
     if fused:
-        state["divisor"] = divisor
+        state.divisor = divisor
         return total
     # After an overflow the gradients stay as they are, for the exact check before the step.
     factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
     _multiply(groups, factor)
-    state["recheck"] = (max_norm, norm_type)
+    state.recheck = (max_norm, norm_type)
     return total
 
 
@@ -233,13 +233,13 @@ def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
     ids = {id(param) for param in params if param.grad is not None}
     unscaled: set[int] = set()
     for state in scaler._per_optimizer_states.values():
-        if state["stage"] is OptState.READY or "optimizer" not in state:
+        if state.stage is OptState.READY or state.optimizer is None:
             continue
-        own = ids & {id(param) for param in _grads.params_of(state["optimizer"])}
-        if own and (state["stage"] is OptState.STEPPED or "divisor" in state):
+        own = ids & {id(param) for param in _grads.params_of(state.optimizer)}
+        if own and (state.stage is OptState.STEPPED or state.divisor is not None):
             raise ScalerStateError(
                 "clip_grad_norm_() was called for parameters whose optimizer was "
-                + ("stepped" if state["stage"] is OptState.STEPPED else "clipped")
+                + ("stepped" if state.stage is OptState.STEPPED else "clipped")
                 + " already since the last update(): clip once, before step()"
             )
         unscaled |= own

@@ -51,10 +51,10 @@ def step(
 ) -> Any:
     """One decision for all evaluations: step, or skip and put everything back."""
     state = scaler._state_of(optimizer)
-    if state["stage"] is OptState.STEPPED:
+    if state.stage is OptState.STEPPED:
         raise out_of_order("step", state)
     evaluate = _Evaluation(scaler, optimizer, closure)
-    unscaled = state["stage"] is OptState.UNSCALED
+    unscaled = state.stage is OptState.UNSCALED
     if unscaled or evaluate.backward_was_called():
         # A two-pass optimizer starts from gradients that were computed before the step.
         scaler._check_scale_growth_tracker("step")
@@ -80,9 +80,9 @@ def _finish(
 ) -> Any:
     _remember(scaler, optimizer)
     state = scaler._state_of(optimizer)
-    state["stage"], state["found"] = OptState.STEPPED, skipped
+    state.stage, state.found = OptState.STEPPED, skipped
     if evaluate.flag is not None:
-        state["found_inf_per_device"] = {evaluate.flag.device: evaluate.flag}
+        state.found_inf_per_device = {evaluate.flag.device: evaluate.flag}
     nothing = evaluate.flag is None
     scaler._finish_step(optimizer, StepOutcome(skipped, nothing_to_do=nothing))
     return result
@@ -122,7 +122,7 @@ class _Evaluation:
             return False
         grads = [p.grad for p in _grads.params_of(self._optimizer) if p.grad is not None]
         spent = {
-            id(old()): version for old, version in self._scaler._spent.get(self._optimizer, [])
+            id(old()): version for old, version in self._scaler._spent.get(self._optimizer) or []
         }
         return any(spent.get(id(grad)) != grad._version for grad in grads)
 
@@ -131,7 +131,7 @@ class _Evaluation:
         scaler = self._scaler
         state = scaler._state_of(self._optimizer)
         if not keep:
-            state["stage"] = OptState.READY
+            state.stage = OptState.READY
             scaler.unscale_(self._optimizer)
         flag, _ = scaler._agree([state], None)
         if flag is None:

@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ScalerStateError
-from .scale import State
+from .optimizer_state import OptimizerState
+
+_V = TypeVar("_V")
+
+
+class ByOptimizer(Generic[_V]):
+    """Values by optimizer, compared by identity.
+
+    An optimizer is held weakly. A wrapper that cannot be (``__slots__``) is held until the end.
+    """
+
+    def __init__(self) -> None:
+        self._weak: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._strong: dict[int, tuple[Any, _V]] = {}
+
+    def __setitem__(self, optimizer: Any, value: _V) -> None:
+        try:
+            self._weak[optimizer] = value
+        except TypeError:
+            self._strong[id(optimizer)] = (optimizer, value)
+
+    def get(self, optimizer: Any) -> _V | None:
+        """The value, or None."""
+        try:
+            value: _V | None = self._weak.get(optimizer)  # type: ignore[no-untyped-call]
+        except TypeError:
+            value = self._strong.get(id(optimizer), (None, None))[1]
+        return value
 
 
 def drop_stale_casts() -> None:
@@ -60,13 +88,17 @@ def _takes_scaler(optimizer: Any) -> bool:
         return answer
 
 
-def out_of_order(method: str, state: State) -> ScalerStateError:
-    if state["stage"] is OptState.STEPPED:
+def out_of_order(method: str, state: OptimizerState) -> ScalerStateError:
+    if state.stage is OptState.STEPPED:
         return ScalerStateError(
             f"{method}() was called after step() of the same optimizer: "
             "call scaler.update() first, which ends the iteration"
         )
-    done = "clip_grad_norm_()" if "divisor" in state or "recheck" in state else "unscale_()"
+    done = (
+        "clip_grad_norm_()"
+        if state.divisor is not None or state.recheck is not None
+        else "unscale_()"
+    )
     return ScalerStateError(
         f"{method}() was called after {done}, which has unscaled this optimizer's gradients "
         "already: call it once for all micro-batches together, then scaler.step(optimizer) and "

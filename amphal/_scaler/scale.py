@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.amp.grad_scaler import OptState
 
 from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
 from . import gradients as _grads
 from . import names as _grad_names
+from .optimizer_state import OptimizerState
+from .optimizers import ByOptimizer
 from .outcome import AT_FLOOR, UNREAD_LIMIT, History, StepOutcome
 
-__all__ = ["Scale", "State"]
-
-State = dict[str, Any]
-"""What is kept about one optimizer until :meth:`Scale.update`."""
+__all__ = ["Scale"]
 
 
 class _Lost:
@@ -51,16 +49,15 @@ class Scale(torch.amp.GradScaler):
     _on_skip: Callable[[int], object] | None
     _model: weakref.ref[torch.nn.Module] | None
     _native: bool
+    _per_optimizer_states: dict[int, OptimizerState]  # type: ignore[assignment]
 
     def _start(self) -> None:
         """What an iteration boundary looks like; also after unpickling."""
         self._history = History()
         # By identity: an optimizer, or what wraps one, need not be hashable.
-        self._outcomes: MutableMapping[Any, StepOutcome] = WeakIdKeyDictionary()
-        # The optimizer whose outcome was set last, while that is STEPPED: it need not be set again.
-        self._latest: weakref.ref[Any] | None = None
+        self._outcomes: ByOptimizer[StepOutcome] = ByOptimizer()
         # The gradients that the latest step with a closure left behind, and their versions.
-        self._spent: MutableMapping[Any, list[tuple[Any, int]]] = WeakIdKeyDictionary()
+        self._spent: ByOptimizer[list[tuple[Any, int]]] = ByOptimizer()
         self._kept_state: dict[str, Any] = {}
         self._hysteresis_spent: Any = 0.0  # a float32 scalar on the scale's device once it counts
         self._scale_calls = self._calls_at_update = 0
@@ -147,6 +144,7 @@ class Scale(torch.amp.GradScaler):
             if self._stepped:
                 self._stepped = False
                 self._history.stepped()
+            self._per_optimizer_states.clear()
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states
@@ -160,7 +158,7 @@ class Scale(torch.amp.GradScaler):
                 self._read_if_due(found)
         else:
             self._advance(scale, tracker, list(states.values()))
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(OptimizerState)
         self._calls_at_update = self._scale_calls
         try:
             self._history.tell(self._on_skip)  # last: a hook that raises finds the iteration ended
@@ -168,10 +166,10 @@ class Scale(torch.amp.GradScaler):
             if self._history.collapse is not None:
                 raise self._collapse_error(states.values())
 
-    def _advance(self, scale: Tensor, tracker: Tensor, states: list[State]) -> None:
+    def _advance(self, scale: Tensor, tracker: Tensor, states: list[OptimizerState]) -> None:
         flag, found = _evidence(states, scale.device)
         if flag is None:
-            if not any(state["stage"] is not OptState.READY for state in states):
+            if not any(state.stage is not OptState.READY for state in states):
                 raise ScalerStateError(
                     "update() found no optimizer that was stepped or unscaled since the last "
                     "update: call scaler.step(optimizer) first"
@@ -226,9 +224,9 @@ class Scale(torch.amp.GradScaler):
         if value is not None:
             self._note_scale(value)
 
-    def _collapse_error(self, states: Iterable[State]) -> ScaleCollapseError:
+    def _collapse_error(self, states: Iterable[OptimizerState]) -> ScaleCollapseError:
         why, self._history.collapse = self._history.collapse, None
-        optimizers = [state["optimizer"] for state in states if "optimizer" in state]
+        optimizers = [state.optimizer for state in states if state.optimizer is not None]
         names = _grad_names.names_of_nonfinite(optimizers, self._names())
         return ScaleCollapseError(
             f"{why} (scale {self.get_scale():g}, min_scale {self._min_scale:g}). "
@@ -284,9 +282,11 @@ class Scale(torch.amp.GradScaler):
             self._growth_tracker.clamp_(max=new_interval - 1)
 
 
-def _evidence(states: list[State], device: torch.device) -> tuple[Tensor | None, bool | None]:
+def _evidence(
+    states: list[OptimizerState], device: torch.device
+) -> tuple[Tensor | None, bool | None]:
     """The flag of this iteration, and what the host knows of it already."""
-    flags = [f for state in states for f in state["found_inf_per_device"].values()]
-    known = {state.get("found") for state in states if state["found_inf_per_device"]}
+    flags = [f for state in states for f in state.found_inf_per_device.values()]
+    known = {state.found for state in states if state.found_inf_per_device}
     found = True if True in known else None if None in known else False
     return _grads.any_flag(flags, device), found

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from .._choice.choose import Choice, DeviceLike
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError
@@ -22,9 +22,10 @@ from . import arguments as rules
 from . import clip as _clip
 from . import closure as _closure
 from . import state_dict as _scaler_state
-from .optimizers import drop_stale_casts
+from .optimizer_state import OptimizerState
+from .optimizers import out_of_order
 from .outcome import STEPPED, StepOutcome
-from .scale import LOST, State
+from .scale import LOST
 from .step import Stepper
 
 __all__ = ["GradScaler"]
@@ -120,7 +121,7 @@ class GradScaler(Stepper):
         self._scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         self._init_growth_tracker = 0
-        self._per_optimizer_states: dict[int, State] = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(OptimizerState)
         self._start()
 
     def clip_grad_norm_(
@@ -178,20 +179,17 @@ class GradScaler(Stepper):
             ScalerStateError: stepped already since the last :meth:`update`.
             ArgumentError: the parameters are float16; the message names them.
         """
-        latest = self._latest
-        if latest is not None and not args and not kwargs and latest() is optimizer:
-            # A disabled scaler, and an optimizer that it has checked and told of before.
-            result = optimizer.step()
-            self._stepped = True
-            drop_stale_casts()
-            return result
         rules.optimizer(optimizer)
         closure = kwargs.get("closure", args[0] if args else None)
         if not self._enabled:
+            state = self._state_of(optimizer)
+            if state.stage is OptState.STEPPED:
+                raise out_of_order("step", state)
             if callable(closure):
                 fresh = _closure.fresh_casts(closure)
                 args, kwargs = _closure.replaced(closure, fresh, args, kwargs)
             result = optimizer.step(*args, **kwargs)
+            state.stage = OptState.STEPPED
             self._finish_step(optimizer, STEPPED)
             return result
         if callable(closure):
@@ -211,6 +209,9 @@ class GradScaler(Stepper):
                 + (" with one of them twice" if together else "")
             )
         if not self._enabled:
+            for state in map(self._state_of, together):  # refuse before any of them is stepped
+                if state.stage is OptState.STEPPED:
+                    raise out_of_order("step", state)
             return [self.step(optimizer) for optimizer in together]
         return self._step_together(together, (), {})
 
@@ -220,13 +221,13 @@ class GradScaler(Stepper):
         Raises:
             ScalerStateError: this scaler has not stepped it yet.
         """
-        try:
-            return self._outcomes[optimizer]
-        except (KeyError, TypeError):
+        outcome = self._outcomes.get(optimizer)
+        if outcome is None:
             raise ScalerStateError(
                 "outcome() has nothing to tell: this scaler has not stepped the "
                 f"{type(optimizer).__name__}; call scaler.step(optimizer) first"
-            ) from None
+            )
+        return outcome
 
     def scheduler_step(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         """``scheduler.step(*args, **kwargs)`` if the latest step of its optimizer changed weights.

@@ -136,7 +136,6 @@ def freeze(scaler: Scale) -> dict[str, Any]:
     for name in (
         "_history",
         "_outcomes",
-        "_latest",
         "_spent",
         "_seen",
         "_lower",

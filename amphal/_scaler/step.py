@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from ..errors import ArgumentError, ScalerStateError
 from . import arguments as rules
 from . import gradients as _grads
 from . import names as _grad_names
 from .norms import _clip_unscaled
+from .optimizer_state import OptimizerState
 from .optimizers import (
     _takes_scaler,
     drop_stale_casts,
@@ -22,8 +22,8 @@ from .optimizers import (
     needs_host,
     out_of_order,
 )
-from .outcome import STEPPED, StepOutcome
-from .scale import LOST, Scale, State
+from .outcome import StepOutcome
+from .scale import LOST, Scale
 
 
 class Stepper(Scale):
@@ -31,19 +31,19 @@ class Stepper(Scale):
 
     _process_group: Any
 
-    def _state_of(self, optimizer: Any) -> State:
+    def _state_of(self, optimizer: Any) -> OptimizerState:
         states, key = self._per_optimizer_states, id(optimizer)
         if key not in states:  # torch.compile loses an entry that a default factory has made
-            states[key] = _refresh_per_optimizer_state()
+            states[key] = OptimizerState()
         state = states[key]
-        state["optimizer"] = optimizer  # also keeps its id from being used again
+        state.optimizer = optimizer  # also keeps its id from being used again
         return state
 
     def _forget_untouched(self) -> None:
         """Before an error: leave no entry of an optimizer to which nothing has happened."""
         states = self._per_optimizer_states
         for key, state in list(states.items()):
-            if state["stage"] is OptState.READY and not state["found_inf_per_device"]:
+            if state.stage is OptState.READY and not state.found_inf_per_device:
                 del states[key]
 
     def _gather(
@@ -76,16 +76,16 @@ class Stepper(Scale):
         state = self._state_of(optimizer)
         sure = self._lower_bound() >= 1.0
         if _grads.is_plain(groups) and not (sure and self._native):
-            state["found_inf_per_device"] = _grads.probe(groups, scale)
+            state.found_inf_per_device = _grads.probe(groups, scale)
         elif sure:
-            state["found_inf_per_device"] = _grads.check(groups)
+            state.found_inf_per_device = _grads.check(groups)
         else:
             self.unscale_(optimizer)
-        flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        flags: dict[torch.device, Tensor] = state.found_inf_per_device
         return flags
 
     def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
-        flags: dict[torch.device, Tensor] = self._state_of(optimizer)["found_inf_per_device"]
+        flags: dict[torch.device, Tensor] = self._state_of(optimizer).found_inf_per_device
         return flags
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,16 +100,20 @@ class Stepper(Scale):
             ArgumentError: the parameters are float16; the message names them.
         """
         rules.optimizer(optimizer)
-        if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        if self._enabled:
+            self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        if state["stage"] is not OptState.READY:
+        if state.stage is not OptState.READY:
             raise out_of_order("unscale_", state)
+        if not self._enabled:
+            state.stage = OptState.UNSCALED
+            return
+        scale = self._scale
+        assert scale is not None
         # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
         inverse = scale.reciprocal()
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, inverse, False)
-        state["stage"] = OptState.UNSCALED
+        state.found_inf_per_device = self._unscale_grads_(optimizer, inverse, inverse, False)
+        state.stage = OptState.UNSCALED
 
     def _step_together(
         self,
@@ -125,20 +129,20 @@ class Stepper(Scale):
         self._check_scale_growth_tracker("step")
         states = [self._state_of(optimizer) for optimizer in optimizers]
         for state in states:
-            if state["stage"] is OptState.STEPPED:
+            if state.stage is OptState.STEPPED:
                 self._forget_untouched()
                 raise out_of_order("step", state)
         if len(optimizers) > 1:
             for optimizer in optimizers:  # refuse before anything is unscaled
                 self._gather(optimizer)
         for optimizer, state in zip(optimizers, states, strict=True):
-            if state["stage"] is OptState.READY and not _takes_scaler(optimizer):
+            if state.stage is OptState.READY and not _takes_scaler(optimizer):
                 if is_fused(optimizer):
                     self._check_inf_per_device(optimizer)
                 else:
                     self.unscale_(optimizer)
         for state in states:
-            state["nothing"] = not state["found_inf_per_device"]
+            state.nothing = not state.found_inf_per_device
         flag, veto = self._agree(states, veto)
         skip = None
         if flag is not None and any(map(needs_host, optimizers)):
@@ -150,11 +154,11 @@ class Stepper(Scale):
         ]
 
     def _agree(
-        self, states: list[State], veto: Tensor | None
+        self, states: list[OptimizerState], veto: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """One flag and one veto for all these optimizers, and for all ranks if there is a group."""
         assert self._scale is not None
-        flags = [f for state in states for f in state["found_inf_per_device"].values()]
+        flags = [f for state in states for f in state.found_inf_per_device.values()]
         flag = _grads.any_flag(flags, self._scale.device)
         alone = self._process_group is None
         if not alone:
@@ -167,7 +171,9 @@ class Stepper(Scale):
             _set_flag(states, flag)
         return flag, veto
 
-    def _ask(self, states: list[State], flag: Tensor, veto: Tensor | None) -> tuple[Tensor, bool]:
+    def _ask(
+        self, states: list[OptimizerState], flag: Tensor, veto: Tensor | None
+    ) -> tuple[Tensor, bool]:
         """Let the host know the decision: one sync. The flag, and whether to skip."""
         if veto is None:
             found = skip = bool(flag.item())
@@ -175,14 +181,14 @@ class Stepper(Scale):
             both = (flag != 0) + 2 * (veto.to(flag.device) != 0)
             code = int(both.item())  # in one transfer
             found, skip = bool(code & 1), bool(code)
-        if found and self._process_group is None and any("recheck" in s for s in states):
+        if found and self._process_group is None and any(s.recheck is not None for s in states):
             exact = recheck(self, states)
             if exact is not None:
                 flag, found = exact, bool(exact.item())
                 _set_flag(states, flag)
                 skip = found or (veto is not None and bool(veto.item()))
         for state in states:
-            state["found"] = found
+            state.found = found
         return flag, skip
 
     def _all_reduce(self, flags: Tensor) -> Tensor:
@@ -200,7 +206,7 @@ class Stepper(Scale):
     def _step_one(
         self,
         optimizer: Any,
-        state: State,
+        state: OptimizerState,
         flag: Tensor | None,
         skip: bool | None,
         args: tuple[Any, ...],
@@ -209,43 +215,44 @@ class Stepper(Scale):
         result = None
         if _takes_scaler(optimizer):
             result = self._step_with_scaler(optimizer, args, kwargs)
-            flag = _grads.any_flag(state["found_inf_per_device"].values(), self._scale.device)  # type: ignore[union-attr]
+            flag = _grads.any_flag(state.found_inf_per_device.values(), self._scale.device)  # type: ignore[union-attr]
             outcome = StepOutcome(flag if flag is not None else False)
-        elif state["nothing"]:
+        elif state.nothing:
             outcome = StepOutcome(False, nothing_to_do=True)
         else:
             assert flag is not None
             outcome = StepOutcome(flag if skip is None else skip)
-            if is_fused(optimizer) and (state["stage"] is OptState.READY or "divisor" in state):
-                state["held"] = flag
+            if is_fused(optimizer) and (state.stage is OptState.READY or state.divisor is not None):
+                state.held = flag
             if not is_fused(optimizer):
-                result = self._maybe_opt_step(optimizer, {**state, "skip": skip}, *args, **kwargs)
+                state.skip = skip
+                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
             elif not skip:
                 result = self._step_fused(optimizer, state, flag, args, kwargs)
-        state["stage"] = OptState.STEPPED
+        state.stage = OptState.STEPPED
         self._finish_step(optimizer, outcome)
         return result
 
     def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: State, *args: Any, **kwargs: Any
+        self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """torch's inner hook: step unless a flag is set."""
-        skip = optimizer_state.get("skip")
+        skip = optimizer_state.skip
         if skip is None:
-            skip = any(v.item() for v in optimizer_state["found_inf_per_device"].values())
+            skip = any(v.item() for v in optimizer_state.found_inf_per_device.values())
         return None if skip else optimizer.step(*args, **kwargs)
 
     def _step_fused(
         self,
         optimizer: Any,
-        state: State,
+        state: OptimizerState,
         flag: Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Hand the divisor and the flag to an optimizer that unscales and skips by itself."""
-        divisor = state.get("divisor")
-        if state["stage"] is OptState.READY:
+        divisor = state.divisor
+        if state.stage is OptState.READY:
             divisor = self._get_scale_async()
         own = getattr(optimizer, "grad_scale", None)  # one that the user has set already
         if own is not None:
@@ -269,33 +276,32 @@ class Stepper(Scale):
         return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
 
     def _finish_step(self, optimizer: Any, outcome: StepOutcome) -> None:
-        latest = self._latest
-        if outcome is not STEPPED or latest is None or latest() is not optimizer:
-            self._outcomes[optimizer] = outcome
-            self._latest = weakref.ref(optimizer) if outcome is STEPPED else None
+        self._outcomes[optimizer] = outcome
         self._stepped = True
         if not outcome.nothing_to_do:
             drop_stale_casts()
 
 
-def _set_flag(states: list[State], flag: Tensor) -> None:
+def _set_flag(states: list[OptimizerState], flag: Tensor) -> None:
     for state in states:
-        state.setdefault("own", state["found_inf_per_device"])
-        state["found_inf_per_device"] = {flag.device: flag}
+        if state.own is None:
+            state.own = state.found_inf_per_device
+        state.found_inf_per_device = {flag.device: flag}
 
 
-def recheck(scaler: Stepper, states: list[dict[str, Any]]) -> Tensor | None:
+def recheck(scaler: Stepper, states: list[OptimizerState]) -> Tensor | None:
     """After a norm that was not finite: unscale and clip exactly. The flag of all these optimizers.
 
     A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
     """
     assert scaler._scale is not None
-    inverse, again, flags = scaler._scale.reciprocal(), [], []
+    inverse, again = scaler._scale.reciprocal(), []
+    flags: list[Tensor] = []
     for state in states:
-        own = state.get("own", state["found_inf_per_device"])
-        if "recheck" in state and any(flag.item() for flag in own.values()):
-            own = scaler._unscale_grads_(state["optimizer"], inverse, inverse, False)
-            again.append((_grads.params_of(state["optimizer"]), *state["recheck"]))
+        own = state.found_inf_per_device if state.own is None else state.own
+        if state.recheck is not None and any(flag.item() for flag in own.values()):
+            own = scaler._unscale_grads_(state.optimizer, inverse, inverse, False)
+            again.append((_grads.params_of(state.optimizer), *state.recheck))
         flags += own.values()
     flag = _grads.any_flag(flags, scaler._scale.device)
     if flag is not None and not flag.item():
