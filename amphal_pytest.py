@@ -54,8 +54,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             proven.setdefault(how, []).append(report.nodeid.rpartition("::")[2])
     if proven:
         terminalreporter.section("amphal: how each check was proven")
+        left_out = 0
         for how, checks in sorted(proven.items()):
+            left_out += len(checks) if "not proven" in how else 0
             terminalreporter.write_line(f"{how}:")
             terminalreporter.write_line(
                 f"    {', '.join(check.removeprefix('test_') for check in checks)}"
             )
+        total = sum(map(len, proven.values()))
+        terminalreporter.write_line(f"{total - left_out} proven, {left_out} not proven")

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import amphal
-from gpt import GPT, HEAD_SIZE, corpus
+from gpt import ATTENTION, GPT, HEAD_SIZE, corpus
 from parallel import Group, join, launch, launched, leave
 
 KEPT = ("width", "layers", "context", "batch", "seed", "lr")  # what a resumed run cannot change
@@ -67,7 +67,7 @@ def interpreter() -> str:
 
 def new_run(args: argparse.Namespace, plan: amphal.Plan, scaled: bool | None, group: Group) -> Run:
     torch.manual_seed(args.seed)
-    model = GPT(args.width, args.layers, args.context).to(plan.device)
+    model = GPT(args.width, args.layers, args.context, args.attention).to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=plan.fused_optimizers)
     scaler = amphal.GradScaler(plan, enabled=scaled, process_group=group.handle)
     return Run(args, plan, group, model, group.spread(model), optimizer, scaler)
@@ -285,6 +285,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=2.0, help="or when training has taken this long")
     add("--width", type=int, default=96, help=f"a multiple of {HEAD_SIZE}")
     add("--layers", type=int, default=3, help="blocks of attention and MLP")
+    add("--attention", choices=list(ATTENTION), default="fused", help="plain: by ordinary ops")
     add("--context", type=int, default=64, help="bytes that the model sees")
     add("--batch", type=int, default=16, help="windows of text in a step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")

@@ -13,7 +13,6 @@ from ..contract import registry as _registry
 from ..contract import spelling as _detect
 from ..contract.guard import declared_lists
 from ..contract.op_lists import OpLists
-from ..contract.records import LOW_PRECISION
 from ..errors import ArgumentError
 from . import installed as _registration
 from . import rules as _install
@@ -43,14 +42,12 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
     low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
     declared = declared_lists(backend, low)
-    if _install.needs_kernels(name):
-        # amphal will install exactly what is declared when a region on the device is made.
-        return reconcile(declared, filter(_opnames.is_defined, dict(declared)))
     live = listed_live(name)
-    if _install.installed(name):
-        # Its kernels are for both dtypes: an op that only the other one casts passes by here.
-        others = {op for low in LOW_PRECISION for op in dict(declared_lists(backend, low))}
-        live -= others - set(dict(declared))
+    if _install.completes(name):
+        # A region on the device casts what is declared: amphal adds what its extension leaves out.
+        # Those kernels are for both dtypes: an op that only the other one casts passes by here.
+        live -= _install.installed(name)
+        live |= frozenset(filter(_opnames.is_defined, dict(declared)))
     rules = _install.registered_policies(name)
     for op, policy in rules.items():
         declared = declared.add(**{policy: [op]})

@@ -21,23 +21,64 @@ from . import kernels as _kernels
 __all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
 
 _lock = threading.Lock()
-_installed: dict[str, Any] = {}
+# By device type: the ops that amphal cast, and what keeps their kernels alive.
+_installed: dict[str, tuple[frozenset[str], Any]] = {}
+_ready: set[tuple[str, torch.dtype]] = set()
 
 
 def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
-    """Install the lists that a backend declares, if its tensors would raise under autocast.
+    """Install casts for the ops that a backend declares and nothing casts: declared is live.
 
-    That is so where nobody has put a fallthrough on the device's autocast key: then every op on its
-    tensors fails in a region. Done once a device, for the rest of the process.
+    torch casts on some devices by itself: a declared op without a kernel is of another torch there.
+    On every other device, an extension may register no autocast kernels, the fallthrough alone, or
+    part of them. Its own kernels stay; amphal adds the rest. Done once a device, for the rest of
+    the process.
+
+    Raises:
+        BackendError: an op is declared with a policy that it cannot have, or the extension's module
+            says that its autocast lacks ``dtype``; nothing was installed.
     """
+    if (device_type, dtype) in _ready:
+        return
+    _agree(device_type, dtype)
+    _install(device_type, dtype)
+    _ready.add((device_type, dtype))
+
+
+def unsupported_by_module(device_type: str, dtype: torch.dtype) -> str:
+    """Why torch would turn a region of this dtype off on an extension's device; empty if not.
+
+    torch reads ``get_amp_supported_dtype()`` of the extension's module where it makes a region,
+    in ``torch.compile`` and ``torch.export`` too: it warns and runs float32 for any other dtype.
+    """
+    asked = getattr(getattr(torch, device_type, None), "get_amp_supported_dtype", None)
+    if asked is None or not completes(device_type) or dtype in (supported := list(asked())):
+        return ""
+    names = ", ".join(map(str, supported)) or "none"
+    return (
+        f"torch.{device_type}.get_amp_supported_dtype() gives {names}, and not {dtype}, so "
+        "torch.compile and torch.export would run float32"
+    )
+
+
+def _agree(device_type: str, dtype: torch.dtype) -> None:
+    reason = unsupported_by_module(device_type, dtype)
+    if reason:
+        raise BackendError(
+            f"the backend {device_type!r} offers {dtype}, but {reason}. Use another precision, or "
+            "an extension and a backend that agree"
+        )
+
+
+def _install(device_type: str, dtype: torch.dtype) -> None:
     if device_type in _installed:
         return
     key = _compat.autocast_key(device_type)
     with _lock:
         if device_type in _installed:
             return
-        if _compat.has_fallthrough(key):
-            _installed[device_type] = None
+        if not completes(device_type):
+            _installed[device_type] = frozenset(), None
             return
         backend = _registry.get_backend(device_type)
         tables = {low: dict(declared_lists(backend, low)) for low in {dtype, *LOW_PRECISION}}
@@ -48,17 +89,23 @@ def ensure_kernels(device_type: str, dtype: torch.dtype) -> None:
                     f"op_lists() of the backend {device_type!r} declares {op!r} {policy!r}, which "
                     f"makes no sense: {reason}"
                 )
-        actions = {
-            (op, key): _static(_by_dtype(op, tables, device_type))
-            for op in sorted(set().union(*tables.values()))
+        live = {name.removeprefix("aten::") for name in _compat.registered_ops(key)}
+        live -= _registration.temporary_names(key)
+        missing = frozenset(
+            op
+            for op in set().union(*tables.values()) - live
             if _opnames.is_defined(op)
             and not {t.get(op, "as_is") for t in tables.values()} <= {"as_is", "unclassified"}
-        }
-        fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
-        kernels = _registration.Kernels(actions)
+        )
+        kernels = _registration.Kernels(
+            {(op, key): _static(_by_dtype(op, tables, device_type)) for op in sorted(missing)}
+        )
+        fallthrough = None
+        if not _compat.has_fallthrough(key):
+            fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
         kernels.put()
-        _installed[device_type] = (fallthrough, kernels)
+        _installed[device_type] = missing, (fallthrough, kernels)
 
 
 def _by_dtype(
@@ -83,14 +130,14 @@ def _by_dtype(
     return run
 
 
-def installed(device_type: str) -> bool:
-    """Whether the device's autocast kernels are those that amphal made of its declared lists."""
-    return _installed.get(device_type) is not None
+def installed(device_type: str) -> frozenset[str]:
+    """The ops of this device that amphal casts because nothing else did."""
+    return _installed.get(device_type, (frozenset(), None))[0]
 
 
-def needs_kernels(device_type: str) -> bool:
-    """Whether the device's tensors would raise under autocast now."""
-    return not _compat.has_fallthrough(_compat.autocast_key(device_type))
+def completes(device_type: str) -> bool:
+    """Whether a region on this device has casts for every declared op, by amphal where need be."""
+    return _compat.autocast_key(device_type) not in _compat.TORCHS_OWN_AUTOCAST
 
 
 def _static(run: _kernels.Action) -> Callable[..., Any]:

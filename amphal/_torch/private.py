@@ -126,6 +126,13 @@ def autocast_key(device_type: str) -> str:
     return f"Autocast{device_type.upper()}"
 
 
+TORCHS_OWN_AUTOCAST = frozenset(
+    f"Autocast{name}" for name in ("CPU", "CUDA", "MAIA", "MPS", "MTIA", "XPU")
+)
+"""The keys that torch itself fills with casts (2.6 to 2.14: autocast_mode.cpp); the others are left
+to extensions."""
+
+
 def schema_exists(qualified_name: str) -> bool:
     """Whether the dispatcher has a definition of this overload, and not only kernels for it.
 

@@ -13,13 +13,26 @@ from ..contract import registry as _registry
 __all__ = ["Training"]
 
 
+class _Product(torch.nn.Linear):
+    """A linear layer by ``mm``: some devices cast ``mm`` and not ``linear``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The layer's output, in the dtype of the product."""
+        product = torch.mm(input, self.weight.t())
+        return product + self.bias.to(product.dtype)
+
+
 class Training:
     """A small regression on the device: 8 inputs, 16 hidden units, 4 outputs, 16 examples."""
 
     def __init__(self, plan: _detect.Plan, **scaler: Any) -> None:
         torch.manual_seed(0)
-        layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+        layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), _Product(16, 4)
         self.model = torch.nn.Sequential(*layers).to(plan.device)
+        self.seen: set[torch.dtype] = set()
+        """The dtypes that the outputs of the layers had."""
+        for layer in self.model:
+            layer.register_forward_hook(lambda module, args, out: self.seen.add(out.dtype))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
         self.scaler = _scaler.GradScaler(plan, **scaler)
         self.plan = plan
@@ -27,12 +40,12 @@ class Training:
         self.x = torch.randn(16, 8).to(plan.device)
         self.y = (torch.randn(16, 4) + 2).to(plan.device)
 
-    def step(self) -> float:
-        """One step of the loop in the README; gives the loss."""
+    def step(self, times: float = 1.0) -> float:
+        """One step of the loop in the README; gives the loss. ``times`` multiplies its gradient."""
         self.optimizer.zero_grad()
         with self.plan.autocast():
             loss = torch.nn.functional.mse_loss(self.model(self.x).float(), self.y)
-        torch.autograd.backward(self.scaler.scale(loss))
+        torch.autograd.backward(self.scaler.scale(loss * times if times != 1.0 else loss))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.synchronize is not None:

@@ -80,3 +80,18 @@ def test_kernels_follow_lists_that_differ_between_dtypes(tmp_path: Path) -> None
 def test_the_device_in_pure_python_keeps_its_promises(tmp_path: Path) -> None:
     """It computes, trains, refuses mixed devices, and passes the suite with a FakeBackend."""
     run_facts(tmp_path, "on_the_toy.py")
+
+
+@pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
+def test_declared_is_live_where_an_extension_registers_part(tmp_path: Path) -> None:
+    """amphal casts what is declared and not registered; a dtype that torch would drop is refused.
+
+    The suite finds the dtype too: the one failed check that is named for it, and those of regions.
+    """
+    facts = str(Path(__file__).parents[1] / "helpers" / "plugins" / "part_of_the_kernels.py")
+    options = ("-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "--tb=no", facts)
+    alone = python(tmp_path, "-m", "pytest", *options, "-k", "not TestTheSuite")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    suite = python(tmp_path, "-m", "pytest", *options, "-k", "agrees_on_dtypes")
+    assert "test_the_extension_agrees_on_dtypes[fp16]" in suite.stdout.partition("FAILED")[2]
+    assert "1 failed, 1 passed" in suite.stdout
