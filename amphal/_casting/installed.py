@@ -80,6 +80,11 @@ class KernelSet:
         self._new = Kernels({pair: k for pair, k in kernels.items() if pair in self.added})
         self._parts = tuple(part for part in (self._over, self._new) if part.pairs)
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody needs the kernels now."""
+        return self._count > 0
+
     def hold(self) -> None:
         """Have the kernels there until the matching :meth:`drop`."""
         if not self.pairs:

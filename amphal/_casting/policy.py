@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,10 +60,11 @@ class Policy:
         self.given = given
         self.low, self.generation = low, _generation[0]
         self.key = _compat.autocast_key(device)
-        lists = dict(_ops.op_lists(device, low))
-        self.builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists.items()}
-        rules = _install.registered_policies(device)
-        self.torchs = frozenset(op for op in self.builtin if op not in rules)
+        lists = _ops.op_lists(device, low)
+        builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists}
+        torchs = frozenset(builtin) - _install.registered_policies(device).keys()
+        content = (frozenset(builtin.items()), torchs)
+        self.builtin, self.torchs = _device_lists.setdefault(content, (builtin, torchs))
         if whole:
             # A whole set of lists speaks for every op: those that it leaves out are not cast.
             table = {**dict.fromkeys(self.builtin, PASS_BY), **table}
@@ -72,6 +74,8 @@ class Policy:
 _lock = threading.RLock()
 _generation = [0]
 _policies: dict[tuple[Any, ...], Policy] = {}
+# What devices do by themselves, and the ops that torch lists: by content, so that policies share it.
+_device_lists: dict[Any, tuple[dict[str, str], frozenset[str]]] = {}
 
 
 def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> Policy:
@@ -102,6 +106,7 @@ def current(made: Policy) -> Policy:
 def _lists_changed() -> None:
     with _lock:
         _generation[0] += 1
+        _device_lists.clear()
         _policies.clear()
         _effectives.clear()
         _outermost.clear()
@@ -127,6 +132,8 @@ class Effective:
         )
         self.marks = _marks(frozenset(changed.items()))
         self.within: dict[Policy, Effective] = {}
+        self.retired = False
+        """No longer to be entered: its marks may soon stand for another policy."""
 
 
 _functions: dict[tuple[str, str, bool], Any] = {}
@@ -219,16 +226,46 @@ def _marks(changes: frozenset[Any]) -> Marks:
                 break
         else:
             raise OpPolicyError(
-                f"this process has used {capacity} different casting policies, which is all that "
-                "can be told apart under torch.compile; reuse policies instead of making new ones"
+                f"{capacity} different casting policies are in use, which is all that "
+                "can be told apart under torch.compile at one time"
             )
         _known_marks[changes] = marks
     return _known_marks[changes]
 
 
+MOST_KEPT = 1024
+"""How many policies are kept ready; fewer than there are marks."""
+
+_alive: weakref.WeakSet[Effective] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Forget every policy that no thread is in, so that their memory and marks are free again.
+
+    Graphs compiled under a forgotten policy would fit the next one that gets its marks, so Dynamo
+    forgets its graphs too. While it traces it cannot, and nothing is forgotten.
+    """
+    if not _compat.forget_graphs():
+        return
+    everything = list(_alive)
+    # First retire, then count: a thread that enters does it the other way round.
+    for effective in everything:
+        effective.retired = True
+        effective.within.clear()
+    in_use = {effective.marks for effective in everything if effective.kernels.held}
+    for changes, marks in list(_known_marks.items()):
+        if marks not in in_use:
+            del _known_marks[changes]
+    _policies.clear()
+    _effectives.clear()
+    _outermost.clear()
+
+
 def _merge(outer: Effective | None, inner: Policy) -> Effective:
     """The one record of ``inner`` within ``outer``."""
     with _lock:
+        if max(len(_effectives), len(_known_marks)) >= MOST_KEPT:
+            _forget()
         tables = dict(outer.tables) if outer else {}
         builtins = dict(outer.builtins) if outer else {}
         tables[inner.key] = {**tables.get(inner.key, {}), **inner.table}
@@ -239,6 +276,7 @@ def _merge(outer: Effective | None, inner: Policy) -> Effective:
         content |= {(key, policy.generation) for key, policy in builtins.items()}
         if content not in _effectives:
             _effectives[content] = Effective(tables, builtins)
+            _alive.add(_effectives[content])
         effective = _effectives[content]
         (_outermost if outer is None else outer.within)[inner] = effective
         return effective
@@ -269,8 +307,13 @@ def enter(owner: object, inner: Policy) -> None:
     """Put ``inner`` in force in this thread until ``owner`` leaves, over the policies that are."""
     thread = _thread
     outer = thread.active
-    effective = (_outermost if outer is None else outer.within).get(inner) or _merge(outer, inner)
-    effective.kernels.hold()
+    while True:
+        known = _outermost if outer is None else outer.within
+        effective = known.get(inner) or _merge(outer, inner)
+        effective.kernels.hold()
+        if not effective.retired:
+            break
+        effective.kernels.drop()  # another thread has just forgotten it
     depth = len(thread.stack)
     try:
         thread.stack.append((owner, effective))

@@ -412,6 +412,25 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         translator.output.add_cleanup_hook(callback)
 
 
+def forget_graphs() -> bool:
+    """Make Dynamo forget all that it has compiled. False, and nothing is done, while it traces.
+
+    ``torch.compiler.reset`` forgets settings of users too. Checked on 2.13.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return True
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    if convert is not None:
+        try:
+            if convert.InstructionTranslator.current_tx() is not None:
+                return False
+        except AttributeError:  # it traces nothing
+            pass
+    dynamo.reset_code_caches()
+    return True
+
+
 @constant_in_graphs
 def under_vmap() -> bool:
     """Whether the thread is in a ``torch.func.vmap``, under which autocast casts for fewer ops."""
