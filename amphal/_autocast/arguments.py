@@ -98,7 +98,7 @@ def _torch_device_string(device_type: str, index: int | None) -> str:
 
 def _named_or_chosen(device: Any) -> str:
     """The device type that was named, here or in the environment, else the one to run on."""
-    named = device if device is not None else _env.read(_env.DEVICE)
+    named = device if device is not None else _env.read(_env.DEVICE).lower()
     if named == "":
         return _detect.detect(precision="fp32").hardware.device_type
     what = "device_type" if device is not None else _env.DEVICE

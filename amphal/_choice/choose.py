@@ -152,7 +152,7 @@ def _resolve(device: object, precision: object) -> tuple[Choice, str, Backend | 
         index = None
     else:
         what = "device" if device is not None else _env.DEVICE
-        given = device if device is not None else env_device
+        given = device if device is not None else env_device.lower()
         device_type, index = named_device(given, what, also="an amphal.Hardware")
         backend = _registry.get_backend(device_type)
         named = device_type if index is None else f"{device_type}:{index}"

@@ -55,6 +55,8 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 
 Level = Literal["native", "emulated", "absent"]
 _LEVELS = ("native", "emulated", "absent")
+LARGEST_INDEX = 127
+"""The largest device index: torch keeps it in eight bits, and wraps what does not fit."""
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
@@ -123,8 +125,10 @@ class Hardware:
             _check("Hardware", name, getattr(self, name), str, "a string")
         if self.index is not None:
             _check("Hardware", "index", self.index, int, "an int or None")
-            if self.index < 0:
-                raise ArgumentError(f"Hardware: index must be 0 or more, got {self.index}")
+            if not 0 <= self.index <= LARGEST_INDEX:
+                raise ArgumentError(
+                    f"Hardware: index must be 0 to {LARGEST_INDEX}, got {self.index}"
+                )
         if self.memory is not None:
             _check("Hardware", "memory", self.memory, int, "a number of bytes or None")
             if self.memory < 0:
@@ -134,7 +138,7 @@ class Hardware:
             if value is None and name == "capability":
                 continue
             try:
-                if isinstance(value, str):
+                if isinstance(value, str) or any(isinstance(v, str) for v in value):
                     raise TypeError
                 value = tuple(int(v) for v in value)
             except (TypeError, ValueError, OverflowError):

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError, did_you_mean
 from . import registry as _registry
-from .records import PRECISIONS, Hardware
+from .records import LARGEST_INDEX, PRECISIONS, Hardware
 
 __all__ = ["DeviceLike", "PrecisionLike", "named_device", "named_precision", "short_name"]
 
@@ -16,7 +16,6 @@ DeviceLike = str | torch.device | Hardware
 PrecisionLike = str | torch.dtype
 
 _DEVICE_STRING = re.compile(r"([a-z][a-z0-9_]*)(?::([0-9]+))?\Z")
-_MOST = 127  # torch keeps the index in eight bits, and wraps what does not fit
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -50,8 +49,10 @@ def named_device(
         )
     if match[2] is None:
         return match[1], None
-    if len(match[2]) > 3 or int(match[2]) > _MOST:
-        raise ArgumentError(f"{what} must have an index of 0 to {_MOST}, got {device[:40]!r}")
+    if len(match[2]) > 3 or int(match[2]) > LARGEST_INDEX:
+        raise ArgumentError(
+            f"{what} must have an index of 0 to {LARGEST_INDEX}, got {device[:40]!r}"
+        )
     return match[1], int(match[2])
 
 

@@ -199,6 +199,33 @@ def test_the_environment_wins_over_the_hardware(monkeypatch: pytest.MonkeyPatch)
         assert amphal.detect().dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("named", ["CPU", "Cpu", " cpu "])
+def test_case_does_not_matter_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """AMPHAL_DEVICE=CPU names the CPU, as AMPHAL_PRECISION=FP16 names fp16; regions agree."""
+    monkeypatch.setenv("AMPHAL_DEVICE", named)
+    with simulate(H100):
+        assert amphal.detect().device == torch.device("cpu")
+        for enabled in (True, False):
+            assert amphal.autocast(dtype="bf16", enabled=enabled).device == "cpu"
+
+
+@pytest.mark.parametrize("index", [128, 300, 10**30])
+def test_a_description_has_an_index_that_torch_can_hold(index: int) -> None:
+    """torch wraps larger indices, so a description with one is refused, as detect("cpu:300") is."""
+    with pytest.raises(ArgumentError, match="index must be 0 to 127"):
+        amphal.Hardware("cuda", "x", index=index)
+    assert amphal.Hardware("cuda", "x", index=127).index == 127
+
+
+@pytest.mark.parametrize("field", ["capability", "os_version", "torch"])
+def test_versions_of_a_description_are_numbers(field: str) -> None:
+    """("8", "0") is refused: it is text, not a pair of ints."""
+    with pytest.raises(ArgumentTypeError, match=f"{field} must be a"):
+        amphal.Hardware("cuda", "x", **{field: ("8", "0")})
+
+
 def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script says is what happens."""
     monkeypatch.setenv("AMPHAL_DEVICE", "cuda")

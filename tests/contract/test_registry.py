@@ -148,7 +148,7 @@ def test_available_of_the_wrong_type_is_a_reasoned_no() -> None:
             "absent",
         ),
         (amphal.Hardware, {"device_type": "cuda:0", "name": "x"}, "without an index"),
-        (amphal.Hardware, {"device_type": "cuda", "name": "x", "index": -1}, "0 or more"),
+        (amphal.Hardware, {"device_type": "cuda", "name": "x", "index": -1}, "0 to 127"),
         (amphal.Hardware, {"device_type": "cuda", "name": "x", "capability": 75}, "tuple of ints"),
         (amphal.Hardware, {"device_type": "cpu", "name": "x", "flags": "amx"}, "set of strings"),
         (amphal.OpLists, {"fp32": {"exp"}, "promote": {"exp"}}, "both fp32 and promote"),
