@@ -20,6 +20,7 @@ __all__ = [
     "Groups",
     "any_flag",
     "check",
+    "distinct",
     "float32",
     "gather",
     "host_value",
@@ -99,6 +100,13 @@ def kind_of(grad: Tensor) -> Any:
 def params_of(optimizer: Any) -> list[Tensor]:
     """All parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def distinct(groups: Groups) -> Groups:
+    """The groups with each dense real gradient once; the same object where none is there twice."""
+    if all(len(set(map(id, grads))) == len(grads) for grads in groups.values()):
+        return groups
+    return {key: list({id(g): g for g in grads}.values()) for key, grads in groups.items()}
 
 
 def is_plain(groups: Groups) -> bool:

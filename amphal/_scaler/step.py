@@ -64,7 +64,8 @@ class Stepper(Scale):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's inner hook: unscale every gradient, give a flag per device."""
-        groups = self._gather(optimizer, allow_fp16=allow_fp16)
+        # A parameter twice in a group, or two with one gradient tensor: divide it once.
+        groups = _grads.distinct(self._gather(optimizer, allow_fp16=allow_fp16))
         return _grads.unscale_(
             groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
@@ -75,7 +76,9 @@ class Stepper(Scale):
         groups = self._gather(optimizer)
         state = self._state_of(optimizer)
         sure = self._lower_bound() >= 1.0
-        if _grads.is_plain(groups) and not (sure and self._native):
+        if _grads.distinct(groups) is not groups:
+            self.unscale_(optimizer)  # the optimizer would divide by the scale at each occurrence
+        elif _grads.is_plain(groups) and not (sure and self._native):
             state.found_inf_per_device = _grads.probe(groups, scale)
         elif sure:
             state.found_inf_per_device = _grads.check(groups)

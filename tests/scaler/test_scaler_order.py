@@ -103,3 +103,26 @@ def test_the_state_of_an_optimizer_is_read_as_torchs():
     assert [float(flag) for flag in state["found_inf_per_device"].values()] == [0.0]
     with pytest.raises(KeyError):
         state["nothing of the kind"]
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", ["one parameter twice", "one gradient tensor"])
+def test_a_gradient_that_an_optimizer_holds_twice_is_divided_once(how, fused):
+    """The weights equal those of the same step without a scaler, where torch divides twice."""
+
+    def parameters():
+        first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        return [first, first] if how == "one parameter twice" else [first, second]
+
+    plain, params = parameters(), parameters()
+    for parameter in plain:
+        parameter.grad = plain[0].grad if plain[0].grad is not None else torch.full((3,), 2.0)
+    torch.optim.SGD(plain, lr=0.125).step()
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    for parameter in params:
+        parameter.grad = params[0].grad if params[0].grad is not None else torch.full((3,), 2048.0)
+    scaler.step(torch.optim.SGD(params, lr=0.125, fused=fused))
+    scaler.update()
+    assert [p.tolist() for p in params] == [p.tolist() for p in plain]
