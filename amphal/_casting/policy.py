@@ -62,7 +62,7 @@ class Policy:
         self.key = _compat.autocast_key(device)
         lists = _ops.op_lists(device, low)
         builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists}
-        torchs = frozenset(builtin) - _install.registered_policies(device).keys()
+        torchs = frozenset(builtin).difference(_install.registered_policies(device))
         content = (frozenset(builtin.items()), torchs)
         self.builtin, self.torchs = _device_lists.setdefault(content, (builtin, torchs))
         if whole:
@@ -74,7 +74,7 @@ class Policy:
 _lock = threading.RLock()
 _generation = [0]
 _policies: dict[tuple[Any, ...], Policy] = {}
-# What devices do by themselves, and the ops that torch lists: by content, so that policies share it.
+# What devices do by themselves, and the ops that torch lists. By content: policies share it.
 _device_lists: dict[Any, tuple[dict[str, str], frozenset[str]]] = {}
 
 
