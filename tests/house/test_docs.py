@@ -20,6 +20,17 @@ BLOCKS = [
 ]
 
 
+def test_the_blocks_of_op_lists_run(tmp_path: Path) -> None:
+    """In the page's order, in one interpreter: later blocks use the names of earlier ones."""
+    text = (ROOT / "docs" / "op-lists.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert blocks
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block: str, tmp_path: Path) -> None:
     """In a fresh interpreter, from another folder, without error."""

@@ -94,8 +94,12 @@ def test_originals_from_a_state_dict_come_back_exactly() -> None:
 
 
 def test_rounded_values_are_given_only_on_demand() -> None:
-    """They are what is stored, in float32."""
+    """Without rounded=True the undo raises and changes nothing; with it, they are the stored
+    values in float32."""
     model = precast()
+    with pytest.raises(StateDictError, match="not kept"):
+        amphal.undo_precast_(model)
+    assert low_names(model) == CAST
     stored = {n: p.detach().float() for n, p in model.named_parameters() if n in CAST}
     amphal.undo_precast_(model, rounded=True)
     assert_same([dict(model.named_parameters())[n].detach() for n in stored], [*stored.values()])
