@@ -106,4 +106,5 @@ BACKEND = Backend(
     scaler=scaler,
     current_index=current_index,
     synchronize=synchronize,
+    contract=1,
 )

@@ -89,4 +89,5 @@ BACKEND = Backend(
     scaler=scaler,
     current_index=current_index,
     synchronize=synchronize,
+    contract=1,
 )

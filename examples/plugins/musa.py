@@ -102,4 +102,5 @@ BACKEND = Backend(
     scaler=scaler,
     current_index=current_index,
     synchronize=synchronize,
+    contract=1,
 )

@@ -121,4 +121,5 @@ BACKEND = Backend(
     current_index=current_index,
     vendor_scaler=vendor_scaler,
     synchronize=synchronize,
+    contract=1,
 )

@@ -278,3 +278,17 @@ def test_without_the_built_in_backends_the_error_says_what_to_do(
         amphal.detect()
     with pytest.raises(UnknownDeviceError, match="'cpu'"):
         amphal.detect("cpu")
+
+
+def test_a_backend_without_a_number_was_written_for_the_first_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An amphal of contract 2 refuses it and names both; today's amphal takes it."""
+    from amphal.contract import records
+
+    cpu = get_backend("cpu")
+    functions = (cpu.available, cpu.probe, cpu.dtypes, cpu.op_lists, cpu.scaler)
+    assert amphal.contract.Backend("imagined", 0, *functions).contract == 1
+    monkeypatch.setattr(records, "CONTRACT_VERSION", 2)
+    with pytest.raises(amphal.errors.ArgumentError, match=r"contract 1, .* contract 2"):
+        amphal.contract.Backend("imagined", 0, *functions)
