@@ -216,6 +216,8 @@ def _clip_params(
         total = unscaled_norm(params, inverse, norm_type)
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
+    if max_norm == math.inf:
+        return total
     # NaN where the norm is not finite, and not 0: then the step is skipped, never taken with 0.
     coefficient = _coefficient(total, max_norm)
     coefficient = torch.where(total.isfinite(), coefficient, torch.full_like(total, math.nan))

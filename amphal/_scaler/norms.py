@@ -92,6 +92,8 @@ def unscaled_norm(params: Iterable[Tensor], inverse: Tensor, norm_type: float) -
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
+    if max_norm == math.inf:  # only measures; inf / inf is NaN where the norm alone overflows
+        return torch.ones_like(total)
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 

@@ -64,10 +64,14 @@ class Stepper(Scale):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """torch's inner hook: unscale every gradient, give a flag per device."""
-        # A parameter twice in a group, or two with one gradient tensor: divide it once.
-        groups = _grads.distinct(self._gather(optimizer, allow_fp16=allow_fp16))
+        # Duplicate indices of a sparse float16 gradient may overflow once they are summed. And a
+        # parameter twice in a group, or two with one gradient tensor: divide it once.
+        groups = _grads.distinct(
+            self._gather(optimizer, allow_fp16=allow_fp16, coalesce=allow_fp16)
+        )
+        inverse = inv_scale.reshape(())  # torch takes one element of any shape
         return _grads.unscale_(
-            groups, inv_scale, native=self._native, may_overflow=self._lower_bound() < 1.0
+            groups, inverse, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:

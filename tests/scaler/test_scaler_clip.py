@@ -414,3 +414,26 @@ def test_a_clipping_too_strong_to_be_folded_is_done_exactly():
     scaler.clip_grad_norm_(optimizer, 1e-3, math.inf)
     scaler.step(optimizer)
     torch.testing.assert_close(param.grad, torch.full((3,), 1e-3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize(
+    ("norm_type", "magnitude"), [(2.0, 2.0**66), (3.0, 2.0**50), (1.0, 2.0**127)]
+)
+@pytest.mark.parametrize("by_params", [False, True])
+def test_an_infinite_bound_writes_nothing_where_the_norm_overflows(
+    fused, enabled, norm_type, magnitude, by_params
+):
+    """Finite gradients whose norm overflows are stepped as they are with ``max_norm=inf``."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1 / magnitude, fused=fused)
+    scaler = amphal.GradScaler("cpu", enabled=enabled, init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((4,), magnitude)
+    norm = scaler.clip_grad_norm_([param] if by_params else optimizer, math.inf, norm_type)
+    scaler.step(optimizer)
+    scaler.update()
+    assert norm == math.inf
+    assert torch.equal(param.grad, torch.full((4,), magnitude))
+    assert torch.equal(param, torch.zeros(4))

@@ -341,3 +341,26 @@ def test_unscale_can_be_compiled():
     torch.compile(scaler.unscale_, backend="eager")(optimizer)
     scaler.step(optimizer)
     torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
+
+
+@pytest.mark.parametrize("init_scale", [1.0, 0.25])
+def test_the_unscale_hook_takes_an_inverse_of_one_element(init_scale):
+    """torch's hook takes an inverse scale of shape (1,); so does amphal's, by kernel or not."""
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 8.0)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=init_scale)
+    flags = scaler._unscale_grads_(optimizer, torch.full((1,), 0.25), torch.zeros(1), False)
+    assert [flag.item() for flag in flags.values()] == [0.0]
+    assert torch.equal(param.grad, torch.full((2,), 2.0))
+
+
+def test_the_unscale_hook_sums_duplicate_float16_indices_first():
+    """64000 twice at one index is inf in float16, though each value alone is finite."""
+    param = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float16))
+    values = torch.full((2, 3), 64000.0, dtype=torch.float16)
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), values, (4, 3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=2.0)
+    flags = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.zeros(()), True)
+    assert [flag.item() for flag in flags.values()] == [1.0]
