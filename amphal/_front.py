@@ -9,6 +9,7 @@ from ._autocast.region import Region
 from ._choice import choose
 from ._choice.choice import Choice
 from ._scaler import GradScaler
+from ._torch import private as _compat
 from .contract.spelling import DeviceLike, PrecisionLike
 
 
@@ -60,3 +61,6 @@ _detect.__doc__ = choose.detect.__doc__
 _detect.__name__ = _detect.__qualname__ = "detect"
 _detect.cache_clear = choose.detect.cache_clear  # type: ignore[attr-defined]
 detect = cast(_Detect, _detect)
+
+
+_compat.not_as_frames(__name__)

@@ -103,3 +103,6 @@ def _named_or_chosen(device: Any) -> str:
         return _detect.detect(precision="fp32").hardware.device_type
     what = "device_type" if device is not None else _env.DEVICE
     return _registry.get_backend(_detect.named_device(named, what)[0]).device_type
+
+
+_compat.not_as_frames(__name__)

@@ -183,3 +183,6 @@ def _settled_constant(
         device, dtype, enabled, cache_enabled
     )
     return found
+
+
+_compat.not_as_frames(__name__)

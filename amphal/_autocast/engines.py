@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .._torch import private as _compat
 from .._warnings import warn
 from ..errors import EngineWarning
 
@@ -47,3 +48,6 @@ def running(owner: Owner) -> Iterator[None]:
         yield
     finally:
         active.remove(owner)
+
+
+_compat.not_as_frames(__name__)

@@ -255,3 +255,6 @@ def _settled_index(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, op
 def _allow_in_graphs() -> None:
     _compat.allow_in_graph(begin)
     _compat.allow_in_graph(end)
+
+
+_compat.not_as_frames(__name__)

@@ -259,3 +259,6 @@ class Region(torch.autocast):
 # Up to torch 2.12 a cast made under no_grad is cached without a gradient, and a later forward in
 # the same outermost region would find it.
 _CASTS_LACK_GRAD = _compat.torch_version() < (2, 13)
+
+
+_compat.not_as_frames(__name__)

@@ -202,3 +202,6 @@ def _spend_the_warning() -> None:
 
 def _unused(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("there for a moment, and not called")
+
+
+_compat.not_as_frames(__name__)

@@ -235,3 +235,6 @@ _MAKERS: dict[str, Callable[[str, str], Action]] = {
     PASS_BY: _pass_by,
     "banned": _banned,
 }
+
+
+_compat.not_as_frames(__name__)

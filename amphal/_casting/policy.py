@@ -361,3 +361,6 @@ def _show(before: Effective | None, now: Effective | None) -> None:
     for device, dtype in new:
         torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, dtype)
+
+
+_compat.not_as_frames(__name__)

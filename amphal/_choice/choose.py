@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from .. import _environment as _env
+from .._torch import private as _compat
 from .._warnings import warn
 from ..contract import registry as _registry
 from ..contract.guard import answering, failing_as, reason_of, shown
@@ -291,3 +292,6 @@ _detect.__name__ = _detect.__qualname__ = "detect"
 _detect.cache_clear = _cache_clear  # type: ignore[attr-defined]
 detect = cast(_Detect, _detect)
 _registry.on_change(_cache_clear)
+
+
+_compat.not_as_frames(__name__)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -476,3 +477,46 @@ def sequence_of(node: Any) -> int:
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread gets (checked on torch 2.6, 2.13)."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def not_as_frames(module: str) -> None:
+    """Keep Dynamo from compiling the functions of a module as frames of their own.
+
+    In a frame that Dynamo cannot trace (a graph break in a loop, an exception in a region) it runs
+    the code as ordinary Python and tries each function that is called from there anew, amphal's
+    too: those change torch's autocast state, which is no matter for a graph. Frames that it can
+    trace still inline these functions. The mark is on the code object and costs a call nothing;
+    ``torch._dynamo.disable`` would import Dynamo and wrap each call. Private; checked on 2.6
+    (``skip_code``) and 2.13 (``set_code_exec_strategy``).
+    """
+    skip = _skipper()
+    if skip is None:  # a build without Dynamo, which compiles nothing
+        return
+    pending: list[Any] = []
+    for value in list(vars(sys.modules[module]).values()):
+        if getattr(value, "__module__", None) == module:
+            pending += vars(value).values() if isinstance(value, type) else [value]
+    while pending:
+        value = pending.pop()
+        value = getattr(value, "fget", getattr(value, "__func__", value))
+        code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+        if isinstance(code, CodeType):
+            skip(code)
+            pending += [c for c in code.co_consts if isinstance(c, CodeType)]
+
+
+@functools.cache
+def _skipper() -> Callable[[CodeType], Any] | None:
+    try:
+        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    except ImportError:
+        return None
+    if hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        return lambda code: frames.set_code_exec_strategy(code, strategy)
+    skip: Callable[[CodeType], Any] | None = getattr(frames, "skip_code", None)
+    return skip
+
+
+not_as_frames(__name__)
