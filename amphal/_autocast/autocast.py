@@ -38,8 +38,10 @@ _MOST = 512
 @functools.cache
 def _settling() -> Any:
     """What validates arguments, loaded when the first region is made: importing stays cheap."""
+    from .._torch.weight_cache import drop_casts_after_each_step
     from . import arguments as _settle
 
+    drop_casts_after_each_step()
     _settle.on_clear(_forget)
     return _settle
 

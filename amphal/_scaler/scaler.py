@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._choice.choose import Choice, DeviceLike
+from .._torch.weight_cache import drop_casts_after_each_step
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError
 from . import arguments as rules
 from . import clip as _clip
@@ -123,6 +124,7 @@ class GradScaler(Stepper):
         self._init_growth_tracker = 0
         self._per_optimizer_states = defaultdict(OptimizerState)
         self._start()
+        drop_casts_after_each_step()
 
     def clip_grad_norm_(
         self,

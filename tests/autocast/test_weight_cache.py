@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +26,17 @@ def _named_dtypes_may_be_slow_here() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         yield
+
+
+def in_new_process(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tempfile.gettempdir(),
+    )
+    return done.stdout.strip()
 
 
 class Casts(TorchDispatchMode):
@@ -83,6 +99,88 @@ def test_weights_changed_by_the_scaler_inside_a_region_are_seen() -> None:
         scaler.update()
         assert layer.weight.max() == 0
         assert layer(x).abs().max() == 0
+
+
+@pytest.mark.parametrize("region", [amphal.autocast, torch.autocast])
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"]
+)
+def test_weights_stepped_without_a_scaler_are_seen(region: Any, options: dict[str, bool]) -> None:
+    """The forward after any optimizer's step uses the new weights, in torch's regions too."""
+    amphal.autocast("cpu", BF16)  # the first region that is made installs the hook
+    layer, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    torch.nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, **options)
+    with region("cpu", BF16):
+        layer(x).float().sum().backward()
+        optimizer.step()
+        assert layer.weight.abs().max() == 0
+        assert layer(x).abs().max() == 0
+
+
+def test_a_scaler_alone_lets_steps_be_seen() -> None:
+    """A program with amphal's scaler and torch's regions: weights stepped past the scaler."""
+    code = (
+        "import torch, amphal\n"
+        "amphal.GradScaler('cpu', enabled=False)\n"
+        "layer, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)\n"
+        "torch.nn.init.ones_(layer.weight)\n"
+        "with torch.autocast('cpu', torch.bfloat16):\n"
+        "    layer(x).float().sum().backward()\n"
+        "    torch.optim.SGD(layer.parameters(), lr=1.0).step()\n"
+        "    print(layer(x).abs().max().item())\n"
+    )
+    assert in_new_process(code) == "0.0"
+
+
+def test_import_alone_installs_no_hook() -> None:
+    """Importing amphal changes nothing in torch; the first region installs one hook."""
+    code = (
+        "import torch, amphal\n"
+        "from torch.optim.optimizer import _global_optimizer_post_hooks as hooks\n"
+        "print(len(hooks), end=' ')\n"
+        "for _ in range(2): amphal.autocast('cpu', torch.bfloat16); amphal.GradScaler('cpu')\n"
+        "print(len(hooks))\n"
+    )
+    assert in_new_process(code) == "0 1"
+
+
+def test_a_compiled_step_has_the_graphs_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook breaks no graph of a compiled step, whose weights are seen by the next region."""
+    amphal.autocast("cpu", BF16)
+    hooks = torch.optim.Optimizer.profile_hook_step.__globals__["_global_optimizer_post_hooks"]
+    assert hooks
+    graphs = []
+    for with_hook in (True, False):
+        layer, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=torch.tensor(1.0), foreach=True)
+        layer(x).sum().backward()
+        torch._dynamo.reset()
+        count = torch._dynamo.testing.CompileCounter()
+        step = torch.compile(optimizer.step, backend=count)
+        with monkeypatch.context() as patch:
+            if not with_hook:
+                for key in list(hooks):
+                    patch.delitem(hooks, key)
+            with amphal.autocast("cpu", BF16):
+                layer(x)
+                step()
+        assert layer.weight.abs().max() == 0
+        with amphal.autocast("cpu", BF16):
+            assert layer(x).abs().max() == 0
+        graphs.append(count.frame_count)
+    assert graphs[1] > 0
+    assert graphs[0] == graphs[1]
+
+
+def test_without_the_cache_bare_writes_are_seen() -> None:
+    """``cache_enabled=False`` is the form that is right whatever changes a weight."""
+    layer, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    with amphal.autocast("cpu", BF16, cache_enabled=False):
+        for value in (1.0, 2.0):
+            layer.weight.data.fill_(value)
+            assert layer(x)[0, 0].item() == 4 * value
 
 
 def test_gradients_after_a_pass_without() -> None:
