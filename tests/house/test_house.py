@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,3 +160,12 @@ def test_the_distribution_has_every_folder() -> None:
         for init in PACKAGE.rglob("*.py")
     }
     assert listed == folders | {"amphal.backends", "amphal.data"}
+
+
+def test_the_architecture_page_has_this_floor_plan() -> None:
+    """docs/architecture.md has the same floors, the highest on top, and no package is missing."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, re.MULTILINE)
+    shown = {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows}
+    assert shown == dict(enumerate(FLOORS))
+    assert [int(floor) for floor, _ in rows] == sorted(shown, reverse=True)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 JUNIT = """<testsuites><testsuite>
@@ -38,3 +46,68 @@ def test_a_test_that_is_skipped_everywhere_is_found(tmp_path: Path) -> None:
     result = check()
     assert "needs_gpu" not in result.stdout
     assert "a::other" in result.stdout
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    """Each relative link names a file that is there, and a heading that the file has."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    """A page that nobody can find is not documentation."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = [page.relative_to(ROOT).as_posix() for page in PAGES if page.name != "README.md"]
+    assert [name for name in names if name not in readme] == []
+
+
+def test_public_ci_runs_each_supported_python_through_tox() -> None:
+    """The versions are those of the classifiers, and the workflow runs tox's own environments."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: 3."
+    supported = [c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(prefix)]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    matrix = re.findall(r"python: \[(.*)\]", workflow)
+    assert matrix == [", ".join(f'"3.{minor}"' for minor in supported)]
+    environments = re.findall(r"run: tox -e (\w+)$", workflow, re.MULTILINE)
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    assert environments == re.findall(r"^env_list = (.*)$", tox, re.MULTILINE)[0].split(", ")
+
+
+def test_a_bug_report_asks_for_what_the_machine_is() -> None:
+    """The template asks for the two commands that show versions, devices and the plan."""
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.md").read_text(encoding="utf-8")
+    assert "`amphal env`" in text
+    assert "`amphal detect --json`" in text
+
+
+def test_the_changelog_has_the_keep_a_changelog_form() -> None:
+    """Newest first, "Unreleased" on top; sections have the form's names, each at most once."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    preamble, *releases = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert preamble.startswith("# Changelog\n")
+    heads = [release.split("\n")[0] for release in releases]
+    assert heads[0] == "Unreleased"
+    assert [h for h in heads[1:] if not re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", h)] == []
+    names = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for release in releases:
+        sections = re.findall(r"^### (.*)$", release, re.MULTILINE)
+        assert set(sections) <= names
+        assert len(set(sections)) == len(sections)
