@@ -52,12 +52,13 @@ class NonFinite:
 
     def __str__(self) -> str:
         where = self.module or "no module"
+        finite = not any(i["infinite"] or i["nan"] for i in self.inputs)
         ranges = "; ".join(
             f"{i['dtype']}{tuple(i['shape'])} up to {i['largest']:.4g}" for i in self.inputs
         )
         text = (
             f"the first {self.kind} comes from {self.op} ({self.phase}, {self.dtype}) in {where}, "
-            f"{self.line}\n  inputs, all finite: {ranges or 'none'}"
+            f"{self.line}\n  inputs{', all finite' if finite else ''}: {ranges or 'none'}"
         )
         if self.op != self.aten:
             text += f"\n  inside {self.op} it is aten::{self.aten}"

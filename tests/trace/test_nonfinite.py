@@ -164,6 +164,7 @@ def test_a_row_that_is_masked_whole_is_found() -> None:
     found = amphal.find_nonfinite(step)
     assert found is not None
     assert (found.kind, found.aten) == ("nan", "_softmax")
+    assert "all finite" not in str(found)
 
 
 class Block(nn.Module):
