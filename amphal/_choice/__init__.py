@@ -1,1 +1,6 @@
-"""Choosing a device and a precision."""
+"""Which device and precision, and why.
+
+``choice.Choice`` is the record and its pure decision; ``choose.detect`` asks the machine and
+remembers the answer; ``ranks`` lets the ranks of a process group agree; ``measurement`` is a row of
+what ``amphal.tune`` measured. What a choice *does* (regions, scalers) is in ``_front.Plan``.
+"""
