@@ -30,7 +30,7 @@ def settled(
 
 
 def independent(device: object, dtype: object) -> bool:
-    """Whether these arguments leave nothing to the environment: the answer to them lasts."""
+    """Whether these arguments leave nothing to detect(): the answer to them lasts."""
     return isinstance(device, Choice) or (device is not None and dtype is not None)
 
 

@@ -31,7 +31,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _Arguments = tuple[object, object, bool, bool | None]
 _regions: dict[_Arguments, Region] = {}
 _chosen: dict[_Arguments, tuple[object, Region]] = {}
-"""For arguments that leave something to the environment: the plan then chosen, and its region."""
+"""For arguments that leave something to detect(): the plan then chosen, and its region."""
 _MOST = 512
 
 
@@ -109,7 +109,7 @@ def autocast(
             region = _regions.get(key)
             if region is None and key in _chosen:
                 plan, region = _chosen[key]
-                # The environment has a part in this answer: it holds while detect() gives it.
+                # The current device has a part in this answer: it holds while detect() gives it.
                 if _settling().planned(device_type, dtype) is not plan:
                     region = None
         except TypeError:  # not hashable; what is wrong with it is said below

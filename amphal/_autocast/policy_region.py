@@ -175,7 +175,7 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
     if enabled and dtype is None and not made._enabled:
         _tell_of_no_effect(made.device)
     if isinstance(device, Choice) or (device is not None and dtype is not None):
-        # Only answers that the environment has no part in.
+        # Only answers that detect() has no part in: the current device may change.
         _by_arguments[arguments] = made
     return made
 

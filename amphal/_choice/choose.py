@@ -197,7 +197,7 @@ class _Detect(Protocol):
 # One entry per question: the plan, and for a device without an index its backend and the index
 # that was current.
 _Answer = tuple[Choice, Backend | None, int | None]
-_cache: dict[tuple[object, object, str, str], _Answer] = {}
+_cache: dict[tuple[object, object], _Answer] = {}
 _MOST = 256
 _warned: set[tuple[str, str, torch.dtype]] = set()
 _generation = [0]
@@ -216,8 +216,9 @@ def generation() -> int:
 
 
 def _cache_clear() -> None:
-    """Forget every answer: after plugging in a device, or in tests."""
+    """Forget every answer and the environment: after a device was plugged in, or in tests."""
     _generation[0] += 1
+    _env.forget()
     _cache.clear()
     _warned.clear()
     for callback in _listeners:
@@ -244,8 +245,9 @@ def _detect(
         process_group: agree with the ranks of this group on one precision that all of them can do;
             ``plan.reasons`` says who held it back. A collective, never cached: all ranks call it.
 
-    ``AMPHAL_DEVICE`` and ``AMPHAL_PRECISION`` stand in for arguments that are left out. Answers
-    are cached per device; ``detect.cache_clear()`` forgets them.
+    ``AMPHAL_DEVICE`` and ``AMPHAL_PRECISION`` stand in for arguments that are left out. They are
+    read once, at the first question. Answers are cached per device. ``detect.cache_clear()``
+    forgets both; so does a change of the registry.
 
     Raises:
         UnknownDeviceError: no backend is registered for the device type.
@@ -264,7 +266,7 @@ def _detect(
             lambda plan: _plan.has_scaler(*_scaler_of(plan.hardware)),
             _plan.choose,
         )
-    key = (device, precision, _env.read(_env.DEVICE), _env.read(_env.PRECISION))
+    key = (device, precision)
     try:
         plan, backend, index = _cache[key]
     except (KeyError, TypeError):

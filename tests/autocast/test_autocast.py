@@ -94,10 +94,11 @@ def test_a_plan_is_a_region() -> None:
 
 
 def test_without_arguments_the_plan_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """autocast() follows detect(), environment included, at every call."""
+    """autocast() follows detect(), environment included."""
     monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
     for name, dtype in (("bf16", BF16), ("fp16", FP16), ("fp32", FP32), ("bf16", BF16)):
         monkeypatch.setenv("AMPHAL_PRECISION", name)
+        amphal.detect.cache_clear()
         with amphal.autocast():
             assert result() is dtype
         with amphal.autocast("cpu"):
@@ -400,8 +401,10 @@ def test_decorators_bare_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (bare.__name__, bare.__doc__) == ("bare", "Multiply.")
     monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
     monkeypatch.setenv("AMPHAL_PRECISION", "fp16")
+    amphal.detect.cache_clear()
     assert bare(X).dtype is FP16
     monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
+    amphal.detect.cache_clear()
     assert bare(X).dtype is FP32
     assert called(X).dtype is BF16
     with pytest.raises(ArgumentTypeError, match="decorates a callable, got int"):
@@ -481,6 +484,7 @@ def test_a_plan_for_a_device_that_is_not_here_is_refused() -> None:
 def test_off_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """enabled=False without a device: no warning about a dtype, no absent device."""
     monkeypatch.setenv("AMPHAL_PRECISION", "fp16")
+    amphal.detect.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with amphal.autocast(enabled=False):
@@ -488,6 +492,7 @@ def test_off_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with amphal.autocast(dtype="bf16", enabled=False):
             assert result() is FP32
         monkeypatch.setenv("AMPHAL_DEVICE", "mps")
+        amphal.detect.cache_clear()
         with amphal.autocast(enabled=False):
             assert result() is FP32
 

@@ -194,6 +194,7 @@ def test_a_bare_decorator_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     """The choice is made when the function is traced."""
     monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
     monkeypatch.setenv("AMPHAL_PRECISION", "bf16")
+    amphal.detect.cache_clear()
 
     @amphal.autocast
     def bare(x: torch.Tensor) -> torch.Tensor:

@@ -187,16 +187,39 @@ def test_a_device_that_cannot_be_probed_is_passed_over_with_its_reason() -> None
 
 
 def test_the_environment_wins_over_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMPHAL_DEVICE and AMPHAL_PRECISION stand in for arguments left out, at every call."""
+    """AMPHAL_DEVICE and AMPHAL_PRECISION stand in for arguments left out."""
     monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
     with simulate(H100):
         assert amphal.detect().device.type == "cpu"
         monkeypatch.setenv("AMPHAL_DEVICE", "cuda:3")
+        amphal.detect.cache_clear()
         assert amphal.detect().device == torch.device("cuda:3")
         monkeypatch.setenv("AMPHAL_PRECISION", "FP16")
+        amphal.detect.cache_clear()
         assert amphal.detect().dtype is torch.float16
         monkeypatch.setenv("AMPHAL_PRECISION", "auto")
+        amphal.detect.cache_clear()
         assert amphal.detect().dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::amphal.errors.PrecisionWarning")
+def test_the_environment_is_read_at_the_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, both variables; a later change counts after cache_clear(), for regions too."""
+    monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
+    monkeypatch.setenv("AMPHAL_PRECISION", "bf16")
+    with simulate(amphal.Hardware("cpu", "x")):
+        assert amphal.detect().dtype is torch.bfloat16
+        monkeypatch.setenv("AMPHAL_DEVICE", "cuda:3")
+        monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
+        assert amphal.detect("cpu").dtype is torch.bfloat16
+        assert amphal.detect(precision="fp32").device.type == "cpu"
+        with amphal.autocast():
+            assert torch.is_autocast_enabled("cpu")
+        monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
+        amphal.detect.cache_clear()
+        assert amphal.detect().dtype is torch.float32
+        with amphal.autocast():
+            assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("named", ["CPU", "Cpu", " cpu "])
@@ -337,15 +360,6 @@ def test_an_answer_that_the_registry_overtook_is_not_kept() -> None:
         register_backend(dataclasses.replace(fake, probe=probe), replace=True)
         assert amphal.detect("cpu").hardware.name == "overtaken"
         assert amphal.detect("cpu").hardware.name != "overtaken"
-
-
-def test_another_environ_object_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test may put a dict in the place of os.environ."""
-    import os
-
-    monkeypatch.setattr(os, "environ", {"AMPHAL_PRECISION": "fp16", "AMPHAL_DEVICE": "cpu"})
-    with pytest.warns(amphal.PrecisionWarning):
-        assert amphal.detect().dtype is torch.float16
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"device": "cpu"}, {"dtype": "bf16"}])

@@ -104,6 +104,7 @@ def test_env_names_versions_backends_and_settings(
 ) -> None:
     """What a bug report needs, and the same as JSON."""
     monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
+    amphal.detect.cache_clear()
     status, out, _ = answer(capsys, "env", "--json")
     found = json.loads(out)
     assert status == 0

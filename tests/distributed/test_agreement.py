@@ -32,6 +32,7 @@ def plan_of(hardware: list[str], precision: list[str]) -> Any:
 def plan_here(precision: dict[int, str]) -> Any:
     """This rank's plan for its own hardware, with its own environment; or the error."""
     os.environ["AMPHAL_PRECISION"] = precision.get(dist.get_rank(), "")
+    amphal.detect.cache_clear()
     try:
         return amphal.detect(process_group=dist.group.WORLD)
     except amphal.AmphalError as exc:

@@ -36,6 +36,7 @@ def loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_example_runs(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop runs as it stands, in every precision, and each step lands in the weights."""
     monkeypatch.setenv("AMPHAL_PRECISION", precision)
+    amphal.detect.cache_clear()
     losses: list[torch.Tensor] = []
 
     def loss_fn(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

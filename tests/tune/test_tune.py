@@ -62,6 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     for name in ("AMPHAL_DEVICE", "AMPHAL_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AMPHAL_DEVICE", "cpu")
+    amphal.detect.cache_clear()
     monkeypatch.setenv("AMPHAL_CACHE_DIR", str(tmp_path / "cache"))
     found = Clock()
     monkeypatch.setattr(_tune, "time", found)
@@ -252,6 +253,7 @@ def test_the_environment_names_the_only_candidate(
 ) -> None:
     """AMPHAL_PRECISION wins over the hardware here too; candidates= wins over it."""
     monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
+    amphal.detect.cache_clear()
     assert amphal.tune(clock.spend, budget_s=1).dtype is torch.float32
     assert set(clock.calls) == {"fp32"}
     assert tune(clock.spend).dtype is torch.bfloat16
