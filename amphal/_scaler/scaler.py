@@ -257,11 +257,10 @@ class GradScaler(Stepper):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        if group is not None and not _is_process_group(group):
-            raise ArgumentTypeError(
-                "process_group must be a torch.distributed.ProcessGroup or None, "
-                f"got {type(group).__name__} ({group!r})"
-            )
+        if group is not None and group is not LOST:
+            from .._choice.ranks import require_group  # few scalers have a group
+
+            require_group(group)
         self._process_group = group
 
     @property
@@ -316,9 +315,3 @@ def _weak_model(model: Any) -> weakref.ref[torch.nn.Module] | None:
             f"model must be a torch.nn.Module or None, got {type(model).__name__} ({model!r})"
         )
     return weakref.ref(model)
-
-
-def _is_process_group(group: Any) -> bool:
-    import torch.distributed as dist
-
-    return group is LOST or (dist.is_available() and isinstance(group, dist.ProcessGroup))
