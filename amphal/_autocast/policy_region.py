@@ -73,7 +73,7 @@ class PolicyRegion(Region, TorchFunctionMode):
     def __exit__(
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> Literal[False]:
-        if self._enabled:
+        if self._enabled and not self._was_left_at_fork():
             _policy.leave(self)
             self._leave_modes()
         return super().__exit__(exc_type, exc_val, exc_tb)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -69,9 +71,26 @@ _Found = tuple["Region", bool | None, torch.dtype | None, bool | None, int, torc
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Found] = []
+        self.left_at_fork: list[Region] = []
+        """Regions that the process was forked in, outermost first, and that the child has left."""
 
 
 _thread = _Thread()
+
+
+@functools.cache
+def _leave_in_forked_processes() -> None:
+    """A forked process starts outside of all regions, as a new thread and a spawned one do."""
+    if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+        os.register_at_fork(after_in_child=_leave_all)
+
+
+def _leave_all() -> None:
+    regions = [entry[0] for entry in _thread.stack]
+    for region in reversed(regions):
+        region.__exit__()
+    # The child may run on to the end of the "with" blocks that it was forked in.
+    _thread.left_at_fork += regions
 
 
 def innermost() -> Region:
@@ -93,6 +112,7 @@ class Region(torch.autocast):
     def __init__(
         self, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None
     ) -> None:
+        _leave_in_forked_processes()
         # torch's own __init__ checks again and, for an absent device, warns and turns itself off.
         self.device = device_type
         self.fast_dtype = dtype
@@ -181,6 +201,10 @@ class Region(torch.autocast):
         if outermost or (_CASTS_LACK_GRAD and not torch.is_grad_enabled()):
             _clear_cache()
 
+    def _was_left_at_fork(self) -> bool:
+        """Whether this exit belongs to an entry that a forked process has left already."""
+        return self in _thread.left_at_fork and all(e[0] is not self for e in _thread.stack)
+
     def _enter_delegate(self, stack: list[_Found]) -> Region:
         # Under export's tracing torch's own object must be the one that enters: it records itself
         # in the graph. A new one each time, since it keeps its state on itself.
@@ -202,6 +226,9 @@ class Region(torch.autocast):
         began. What a region above would restore to becomes what this one had found.
         """
         at = next((i for i in reversed(range(len(stack))) if stack[i][0] is self), None)
+        if at is None and self in _thread.left_at_fork:
+            _thread.left_at_fork.remove(self)
+            return _Entry(self, None, None, None, 0)
         if at is None:
             raise AutocastStateError(
                 f"an autocast region of {self.device!r} was left in a thread that had not entered "

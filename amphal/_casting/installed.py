@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections import deque
@@ -21,6 +22,9 @@ GRACE = 0.1
 """Seconds for which other threads keep kernels where torch gives no handle to hold them by."""
 
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A thread that held the lock is not there in the child, which leaves its regions with it.
+    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 # The kernels that are there, with the set that they belong to; None: a rule taken back.
 _there: dict[Kernels, KernelSet | None] = {}
 # Handles on kernels that another thread may have been on its way into when they were taken away.
