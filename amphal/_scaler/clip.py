@@ -30,6 +30,9 @@ from .norms import (
     _multiply,
     _raise_nonfinite,
     _refuse_nonfinite,
+    multiply_by,
+    norm_and_coefficient,
+    overflowed,
     total_norm,
     unscaled_norm,
 )
@@ -87,7 +90,7 @@ def _refuse_together(scaler: Stepper, what: Any, params: list[Tensor], norm_type
         else:
             scaled = scaler._state_of(what).stage is OptState.READY
         inverse = scale.reciprocal() if scaled else torch.ones_like(scale)
-    total = unscaled_norm(params, inverse, norm_type)
+    total = _exact_norm(params, inverse, norm_type)
     device = params[0].device if params else total.device  # without gradients total is the CPU's
     flags = scaler._all_reduce(_grads.nonfinite_flag(total).reshape(1).to(device))
     if flags.item():
@@ -149,11 +152,20 @@ def _clip_optimizer(
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state.stage is OptState.READY and not folds:
         if error_if_nonfinite:  # first, so that an error leaves the gradients as they were
-            exact = unscaled_norm(params, scale.reciprocal(), norm_type)
+            exact = _exact_norm(params, scale.reciprocal(), norm_type)
             _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
     if state.stage is OptState.UNSCALED:
-        return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+        total = _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
+        flag = _grads.nonfinite_flag(total)
+        if groups and (not _grads.is_plain(groups) or _grads.host_value(flag) is None):
+            # The host cannot see a norm that overflowed though every gradient is finite, so the
+            # coefficient was 0: skip the step.
+            seen = state.found_inf_per_device.get(flag.device)
+            state.found_inf_per_device[flag.device] = (
+                flag if seen is None else torch.maximum(seen, flag)
+            )
+        return total
 
     scaled = total_norm(params, norm_type)
     inverse = scale.reciprocal().to(scaled.device)
@@ -161,13 +173,13 @@ def _clip_optimizer(
     coefficient = _coefficient(total, max_norm)
     fused = is_fused(optimizer)
     divisor = (scale.to(scaled.device) / coefficient).to(torch.float32) if fused else coefficient
-    if _overflowed(total, ask=error_if_nonfinite) or (fused and _overflowed(divisor, ask=False)):
+    if overflowed(total, ask=error_if_nonfinite) or (fused and overflowed(divisor, ask=False)):
         # The host knows it without waiting any more, so the exact check need not be put off.
         if error_if_nonfinite:
-            exact = unscaled_norm(params, inverse, norm_type)
+            exact = _exact_norm(params, inverse, norm_type)
             _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
-        return _clip_unscaled(scaler, params, max_norm, norm_type, False)
+        return _clip_unscaled(scaler, params, max_norm, norm_type, False, ask=True)
     flag = _grads.nonfinite_flag(total)
     state.found_inf_per_device = {flag.device: flag}
     state.stage = OptState.UNSCALED
@@ -206,29 +218,41 @@ def _clip_params(
         return _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
     inverse = scale.reciprocal()
     exact = not _can_fold(scaler, max_norm, norm_type)
+    # Ranks whose plain gradients differ would part here, and the exact norm is a collective.
+    plain = _grads.is_plain(_grads.gather(params))
     if not exact:
         scaled = total_norm(params, norm_type)
         total = (scaled * inverse.to(scaled.device)).to(scaled.dtype)
-        # Ranks whose plain gradients differ would part here, and the exact norm is a collective.
-        plain = _grads.is_plain(_grads.gather(params))
-        exact = plain and _overflowed(total, ask=error_if_nonfinite)
+        exact = plain and overflowed(total, ask=error_if_nonfinite)
     if exact:
         total = unscaled_norm(params, inverse, norm_type)
+        if plain and overflowed(total, ask=error_if_nonfinite):
+            found = norm_and_coefficient(params, inverse, norm_type, max_norm)
+            if found is not None:
+                total, coefficient = found
+                if error_if_nonfinite:
+                    _refuse_nonfinite(scaler, total, norm_type, params)
+                multiply_by(_grads.gather(params), coefficient)
+                return total
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
     if max_norm == math.inf:
         return total
     # NaN where the norm is not finite, and not 0: then the step is skipped, never taken with 0.
-    coefficient = _coefficient(total, max_norm)
-    coefficient = torch.where(total.isfinite(), coefficient, torch.full_like(total, math.nan))
-    _multiply(_grads.gather(params), coefficient)
+    limit = torch.where(
+        total.isfinite(), _coefficient(total, max_norm), torch.full_like(total, math.nan)
+    )
+    _multiply(_grads.gather(params), limit)
     return total
 
 
-def _overflowed(total: Tensor, *, ask: bool) -> bool:
-    """Whether this norm is not finite, where the host sees it or may ``ask`` the device."""
-    seen = _grads.host_value(_grads.nonfinite_flag(total))
-    return bool(seen) if seen is not None or not ask else not bool(total.isfinite())
+def _exact_norm(params: list[Tensor], inverse: Tensor, norm_type: float) -> Tensor:
+    """The norm of the unscaled gradients, finite wherever it fits; waits for the device."""
+    total = unscaled_norm(params, inverse, norm_type)
+    if _grads.is_plain(_grads.gather(params)) and overflowed(total, ask=True):
+        found = norm_and_coefficient(params, inverse, norm_type, math.inf)
+        total = total if found is None else found[0]
+    return total
 
 
 def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:

@@ -91,6 +91,52 @@ def unscaled_norm(params: Iterable[Tensor], inverse: Tensor, norm_type: float) -
     return _combined(norms, norm_type) if norms else total_norm((), norm_type)
 
 
+def overflowed(total: Tensor, *, ask: bool) -> bool:
+    """Whether this norm is not finite, where the host sees it or may ``ask`` the device."""
+    if torch.compiler.is_compiling():
+        return False
+    seen = _grads.host_value(_grads.nonfinite_flag(total))
+    return bool(seen) if seen is not None or not ask else not bool(total.isfinite())
+
+
+def norm_and_coefficient(
+    params: list[Tensor], inverse: Tensor | None, norm_type: float, max_norm: float
+) -> tuple[Tensor, float] | None:
+    """The norm and the coefficient where the plain sum of powers overflowed; waits for the device.
+
+    Divides by the largest magnitude first, so only the result must fit: the norm is inf where it
+    exceeds the dtype, and the coefficient is right even then. None: a gradient is not finite.
+    """
+    unscaled = []
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.numel():
+            grad = grad.coalesce()._values() if grad.is_sparse else grad
+            unscaled.append(grad if inverse is None else grad * inverse.to(grad.device))
+    largest = max((abs(grad).max().item() for grad in unscaled if grad.numel()), default=0.0)
+    if not 0.0 < largest < math.inf or any(bool(_grads.nonfinite_flag(g)) for g in unscaled):
+        return None
+    mantissa, exponent = math.frexp(largest)
+    # Two exact factors: the inverse of the largest numbers is subnormal, which a device may flush.
+    halves = math.ldexp(1.0, -(exponent // 2)), math.ldexp(1.0, -(exponent - exponent // 2))
+    parts = [_norm_of([g * halves[0] * halves[1] / mantissa], norm_type) for g in unscaled]
+    relative = _combined(parts, norm_type)  # 1 or more
+    coefficient = min(1.0, max_norm / largest / relative.item())
+    return relative * mantissa / halves[0] / halves[1], coefficient
+
+
+def multiply_by(groups: _grads.Groups, coefficient: float) -> None:
+    """Multiply by what may be less than float32's least normal number, in two steps."""
+    if coefficient == 1.0:
+        return
+    mantissa, exponent = math.frexp(coefficient)
+    half = exponent // 2
+    for key, grads in groups.items():
+        dtype = torch.promote_types(key[1], torch.float32)
+        for factor in (math.ldexp(1.0, half), math.ldexp(mantissa, exponent - half)):
+            _multiply({key: grads}, torch.full((), factor, dtype=dtype, device=key[0]))
+
+
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
     if max_norm == math.inf:  # only measures; inf / inf is NaN where the norm alone overflows
         return torch.ones_like(total)
@@ -134,9 +180,22 @@ def _clip_unscaled(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
+    *,
+    ask: bool = False,
 ) -> Tensor:
+    """Clip gradients that carry no scale. ``ask``: the host may wait for the device."""
     total = total_norm(params, norm_type)
+    groups = _grads.gather(params)
+    # Ranks whose plain gradients differ would part here, and the norm of DTensors is a collective.
+    if _grads.is_plain(groups) and overflowed(total, ask=ask or error_if_nonfinite):
+        exact = norm_and_coefficient(params, None, norm_type, max_norm)
+        if exact is not None:
+            total = exact[0]
+            if error_if_nonfinite:
+                _refuse_nonfinite(scaler, total, norm_type, params)
+            multiply_by(groups, exact[1])
+            return total
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
-    _multiply(_grads.gather(params), _coefficient(total, max_norm))
+    _multiply(groups, _coefficient(total, max_norm))
     return total

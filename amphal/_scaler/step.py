@@ -313,5 +313,5 @@ def recheck(scaler: Stepper, states: list[OptimizerState]) -> Tensor | None:
     flag = _grads.any_flag(flags, scaler._scale.device)
     if flag is not None and not flag.item():
         for params, max_norm, norm_type in again:
-            _clip_unscaled(scaler, params, max_norm, norm_type, False)
+            _clip_unscaled(scaler, params, max_norm, norm_type, False, ask=True)
     return flag

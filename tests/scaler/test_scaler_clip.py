@@ -434,6 +434,106 @@ def test_an_infinite_bound_writes_nothing_where_the_norm_overflows(
     norm = scaler.clip_grad_norm_([param] if by_params else optimizer, math.inf, norm_type)
     scaler.step(optimizer)
     scaler.update()
-    assert norm == math.inf
+    assert norm == pytest.approx(magnitude * 4 ** (1 / norm_type), rel=1e-6) or (
+        norm == math.inf and magnitude == 3e38
+    )
     assert torch.equal(param.grad, torch.full((4,), magnitude))
     assert torch.equal(param, torch.zeros(4))
+
+
+OVERFLOWING = [  # the norm of four of these: the powers overflow; in the last one the norm too
+    (2.0, 2.0**65, 2.0**66),
+    (2.0, 2.0**126, 2.0**127),
+    (3.0, 2.0**50, 2.0**50 * 4 ** (1 / 3)),
+    (0.5, 2.0**123, 2.0**127),
+    (100.0, 2.0**4, 2.0**4 * 4 ** (1 / 100)),
+    (1.0, 2.0**127, math.inf),
+]
+
+
+@pytest.mark.parametrize("call", ["optimizer", "parameters", "unscaled", "disabled"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("norm_type", "magnitude", "right"), OVERFLOWING)
+def test_an_overflow_of_the_powers_alone_is_clipped(norm_type, magnitude, right, fused, call):
+    """Finite gradients of a norm beyond the powers are clipped to ``max_norm``, never zeroed."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler = amphal.GradScaler("cpu", enabled=call != "disabled", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((4,), magnitude)
+    if call == "unscaled":
+        scaler.unscale_(optimizer)
+    norm = scaler.clip_grad_norm_([param] if call == "parameters" else optimizer, 1.0, norm_type)
+    scaler.step(optimizer)
+    clipped = 4 ** (-1 / norm_type)
+    assert scaler.outcome(optimizer).stepped
+    assert norm.item() == pytest.approx(right, rel=1e-6)
+    assert torch.allclose(param.grad, torch.full((4,), clipped), rtol=1e-6, atol=0)
+    assert torch.allclose(param, torch.full((4,), 1 - clipped), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("by_params", [False, True])
+def test_scaled_gradients_are_clipped_by_the_norm_without_the_scale(by_params):
+    """The scaled powers overflow: the norm and the clipping are those of the unscaled gradients."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((4,), 2.0**70)
+    norm = scaler.clip_grad_norm_([param] if by_params else optimizer, 2.0**60)
+    scaler.step(optimizer)
+    assert norm == 2.0**69
+    assert torch.equal(param.grad, torch.full((4,), 2.0**59))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_disabled_scaler_clips_where_the_norm_exceeds_the_dtype(dtype):
+    """A norm beyond float16, float32 or float64 clips by the right coefficient."""
+    param = torch.nn.Parameter(torch.ones(16, dtype=dtype))
+    param.grad = torch.full((16,), torch.finfo(dtype).max, dtype=dtype)
+    norm = amphal.GradScaler("cpu", enabled=False).clip_grad_norm_(param, 1.0)
+    assert norm == math.inf
+    assert norm.dtype is dtype
+    quarter = torch.full((16,), 0.25, dtype=dtype)
+    assert torch.allclose(param.grad, quarter, rtol=2e-3 if dtype is torch.float16 else 1e-6)
+
+
+def test_error_if_nonfinite_takes_a_norm_that_fits():
+    """``error_if_nonfinite`` raises where the norm is not finite, not where its square is."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((4,), 2.0**70)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True) == 2.0**71
+    assert torch.equal(param.grad, torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_still_skips(bad):
+    """One inf or NaN among finite gradients of an overflowing norm: skipped, weights kept."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.tensor([2.0**70, bad, 1.0, 2.0**70])
+    assert not scaler.clip_grad_norm_(optimizer, 1.0).isfinite()
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).skipped
+    assert torch.equal(param, torch.ones(4))
+
+
+def test_a_norm_that_the_host_cannot_see_skips_instead_of_zeroing(monkeypatch):
+    """On an accelerator an overflow of the norm of unscaled gradients is a skip, with no wait."""
+    monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.9)
+    scaler = amphal.GradScaler("cpu", enabled=True, init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((4,), 2.0**70)
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).skipped
+    assert torch.equal(param, torch.ones(4))
+    assert not optimizer.state
