@@ -21,13 +21,16 @@ SUITES = {
 }
 
 
-def run(*arguments: str, **environment: str) -> bool:
-    """Run Python with these arguments; whether it succeeded."""
-    print("+", *(f"{k}={v}" for k, v in environment.items()), "python", *arguments, flush=True)
+# The script, not ``python -m pytest``, which would import amphal from the checkout, where the
+# built-in backends are not part of the package.
+PYTEST = str(Path(sys.executable).with_name("pytest"))
+
+
+def run(*command: str, **environment: str) -> bool:
+    """Run a command; whether it succeeded."""
+    print("+", *(f"{k}={v}" for k, v in environment.items()), *command, flush=True)
     env = {**os.environ, **environment}
-    return (
-        subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, check=False).returncode == 0
-    )
+    return subprocess.run(command, env=env, cwd=ROOT, check=False).returncode == 0
 
 
 def main(options: list[str]) -> int:
@@ -38,12 +41,12 @@ def main(options: list[str]) -> int:
         for kind, suite in SUITES.items():
             report = [f"--junitxml={r}-{kind}-{kernels or 'shipped'}.xml" for r in reports]
             switches = {"OPENREG_AMP": kernels, "AMPHAL_TEST_DEVICE": "openreg"}
-            passed.append(run("-m", "pytest", "-q", *suite, *report, **switches))
+            passed.append(run(PYTEST, "-q", *suite, *report, **switches))
     with tempfile.TemporaryDirectory() as out:
         for device in ("openreg:0", "openreg:1"):
             for precision in ("bf16", "fp16"):
                 which = ["--device", device, "--precision", precision, "--out", out]
-                passed.append(run("examples/train.py", *which, *SMALL))
+                passed.append(run(sys.executable, "examples/train.py", *which, *SMALL))
     print(f"{sum(passed)} of {len(passed)} runs passed")
     return len(passed) - sum(passed)
 
