@@ -278,11 +278,20 @@ def _name(op: Any) -> str:
     return name
 
 
+def _has_backend(device_type: str) -> bool:
+    """Whether torch has autocast for it, and amphal a backend that loads."""
+    if not _compat.autocast_available(device_type):
+        return False
+    try:
+        _registry.get_backend(device_type)
+    except BackendError:
+        return False
+    return True
+
+
 def _devices(device_types: Any) -> tuple[str, ...]:
     if device_types is None:
-        rows = _registry.registered_backends().items()
-        names = [name for name, row in rows if row.backend is not None]
-        return tuple(n for n in names if _compat.autocast_available(n))
+        return tuple(n for n in _registry.known_names() if _has_backend(n))
     given = [device_types] if isinstance(device_types, str) else list(device_types)
     names = [_detect.named_device(d, what="device_types")[0] for d in given]
     for name in names:

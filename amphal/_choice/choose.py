@@ -36,14 +36,17 @@ def require_available(backend: Backend, named: str) -> None:
     if not answer:
         raise DeviceNotAvailableError(
             f"{named!r} was asked for, but is not available here: {answer.reason}. "
-            f"Available: {', '.join(_available_names()) or 'nothing'}. "
-            "amphal.detect() without a device takes the best of these"
+            f"Available: {_available()}. "
+            "amphal.detect() without a device takes the best of all that are installed"
         )
 
 
-def _available_names() -> list[str]:
-    rows = _registry.registered_backends().values()
-    return [r.backend.device_type for r in rows if r.backend and _registry.availability(r.backend)]
+def _available() -> str:
+    """The devices that can be used, without importing a plug-in that nobody named."""
+    loaded, others = _registry.loaded_backends()
+    names = sorted(b.device_type for b in loaded if _registry.availability(b))
+    unasked = f" (not asked, since not named: {', '.join(others)})" if others else ""
+    return (", ".join(names) or "nothing") + unasked
 
 
 def _probe(backend: Backend, index: int | None) -> Hardware:

@@ -1,8 +1,9 @@
 """The registry: who can serve which device type.
 
 Built-in backends and plug-ins come through the same door, the entry points ``amphal.backends``.
-They are scanned once, at first use and never at import. A backend that cannot be loaded is a row
-with its reason; it raises only when the user names it.
+They are listed once, at first use and never at import. A plug-in is imported when its device is
+named, or when all of them are asked for. A backend that cannot be loaded is a row with its reason;
+it raises only when the user names it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ __all__ = [
     "availability",
     "get_backend",
     "known_names",
+    "loaded_backends",
     "on_change",
     "overridden",
     "reason_of",
     "register_backend",
     "registered_backends",
+    "source_of",
     "unregister_backend",
 ]
 
@@ -55,9 +58,17 @@ class Registration:
     """Why there is no backend; empty where there is one."""
 
 
+@dataclass(frozen=True)
+class _Unloaded:
+    """A plug-in that nobody has asked for."""
+
+    source: str
+    entry: metadata.EntryPoint
+
+
 _lock = threading.RLock()
-_rows: dict[str, Registration] | None = None
-_scanning = False
+_rows: dict[str, Registration | _Unloaded] | None = None
+_loading: set[str] = set()  # under the lock, so of this thread
 _listeners: list[Callable[[], None]] = []
 
 
@@ -92,69 +103,129 @@ def _source(entry: metadata.EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None and dist.name else entry.value
 
 
-def _scan() -> dict[str, Registration]:
-    rows: dict[str, Registration] = {}
-    entries = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
-    # amphal's own first, then by name: a stranger cannot take the place of a built-in backend.
-    entries.sort(key=lambda e: (_source(e).split(" ")[0] != "amphal", _source(e), e.name))
-    for entry in entries:
-        source = _source(entry)
-        if entry.name in rows:
-            first = rows[entry.name].source
-            reason = (
-                f"{entry.name!r} is already taken by {first}; refused {entry.value} of {source}: "
-                "uninstall one of them"
-            )
-            key = f"{entry.name} [{source}]"
-            rows[key] = Registration(key, source, None, reason)
+def _scan() -> dict[str, Registration | _Unloaded]:
+    """A row for each entry point; no plug-in is imported."""
+    entries: dict[str, dict[str, metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        # By source too: a folder that is on sys.path twice is one distribution.
+        entries.setdefault(entry.name, {}).setdefault(_source(entry), entry)
+    rows: dict[str, Registration | _Unloaded] = {}
+    for name, found in sorted(entries.items()):
+        # amphal's own first: a stranger cannot take the place of a built-in backend.
+        first, *others = sorted(
+            found, key=lambda source: (source.split(" ")[0] != "amphal", source)
+        )
+        rows[name] = _Unloaded(first, found[first])
+        if not others:
             continue
-        try:
-            rows[entry.name] = Registration(entry.name, source, _load(entry))
-        except KeyboardInterrupt:  # the user's; the next question scans again
-            raise
-        except BaseException as exc:  # a broken plug-in must not break the others
-            reason = reason_of(exc)
-            if isinstance(exc, ModuleNotFoundError) and exc.name == "amphal.backends":
-                reason += (
-                    ". The folder you started from holds a checkout of amphal that hides the "
-                    "installed one: start elsewhere, or install the checkout (pip install -e .)"
+        if first.split(" ")[0] == "amphal":
+            for source in others:
+                reason = (
+                    f"{name!r} is already taken by {first}; refused {found[source].value} of "
+                    f"{source}: uninstall one of them"
                 )
-            rows[entry.name] = Registration(entry.name, source, None, reason)
+                key = f"{name} [{source}]"
+                rows[key] = Registration(key, source, None, reason)
+        else:
+            # Neither: a choice by the alphabet would give one of them numbers of the other.
+            each = [f"{found[source].value} of {source}" for source in (first, *others)]
+            both = " and ".join((first, *others))
+            reason = (
+                f"{len(each)} distributions bring a backend for {name!r}: {' and '.join(each)}; "
+                "uninstall all but one"
+            )
+            rows[name] = Registration(name, both, None, reason)
     return rows
 
 
-def _registry() -> dict[str, Registration]:
-    global _rows, _scanning
+def _table() -> Mapping[str, Registration | _Unloaded]:
+    global _rows
     if _rows is None:
         with _lock:
-            if _scanning:  # the lock is this thread's: a backend's import came back here
-                raise BackendError(
-                    "a backend asked for the registry while it was being imported; "
-                    "move what its module runs at import time into its functions"
-                )
             if _rows is None:
-                _scanning = True
-                try:
-                    _rows = _scan()
-                finally:
-                    _scanning = False
+                _rows = _scan()
     return _rows
 
 
+def _loaded(name: str, row: _Unloaded) -> Registration:
+    """The row with its backend imported, or with the reason why there is none."""
+    try:
+        return Registration(name, row.source, _load(row.entry))
+    except KeyboardInterrupt:  # the user's; the next question imports again
+        raise
+    except BaseException as exc:  # a broken plug-in must not break the others
+        reason = reason_of(exc)
+        if isinstance(exc, ModuleNotFoundError) and exc.name == "amphal.backends":
+            reason += (
+                ". The folder you started from holds a checkout of amphal that hides the "
+                "installed one: start elsewhere, or install the checkout (pip install -e .)"
+            )
+        return Registration(name, row.source, None, reason)
+
+
+def _row(name: str) -> Registration | None:
+    """The row of this name, its plug-in imported; None if there is none."""
+    row = _table().get(name)
+    if not isinstance(row, _Unloaded):
+        return row
+    with _lock:
+        row = _table().get(name)
+        if not isinstance(row, _Unloaded):  # another thread was first
+            return row
+        if name in _loading:  # the lock is this thread's: the plug-in's import came back here
+            raise BackendError(
+                f"the backend {name!r} asked for itself while it was being imported; "
+                "move what its module runs at import time into its functions"
+            )
+        _loading.add(name)
+        try:
+            loaded = _loaded(name, row)
+        finally:
+            _loading.remove(name)
+        _put(name, loaded)
+        return loaded
+
+
 def registered_backends() -> Mapping[str, Registration]:
-    """The registry now, read-only: device type to :class:`Registration`, failures included."""
-    return MappingProxyType(_registry())
+    """The registry now, read-only: device type to :class:`Registration`, failures included.
+
+    Imports every plug-in that is installed.
+    """
+    rows = ((name, _row(name)) for name in list(_table()))
+    return MappingProxyType({name: row for name, row in rows if row is not None})
+
+
+def loaded_backends() -> tuple[list[Backend], list[str]]:
+    """The built-in backends and those imported so far, and the names of the others.
+
+    For messages: imports no plug-in.
+    """
+    found, others = [], []
+    for name, row in list(_table().items()):
+        if isinstance(row, _Unloaded) and row.source.split(" ")[0] != "amphal":
+            others.append(name)
+            continue
+        loaded = _row(name)
+        if loaded is not None and loaded.backend is not None:
+            found.append(loaded.backend)
+    return found, sorted(others)
 
 
 def known_names() -> list[str]:
-    """The device types that have a row, sorted."""
-    return sorted(name for name in _registry() if " " not in name)
+    """The device types that have a row, sorted. Imports no plug-in."""
+    return sorted(name for name in _table() if " " not in name)
 
 
-def _put(name: str, row: Registration | None) -> None:
+def source_of(name: str) -> str:
+    """Where the backend of this name came from; empty if there is none. Imports no plug-in."""
+    row = _table().get(name)
+    return "" if row is None else row.source
+
+
+def _put(name: str, row: Registration | _Unloaded | None) -> None:
     """Set a row or remove it. A new dict each time: others may be iterating over the old one."""
     global _rows
-    rows = dict(_registry())
+    rows = dict(_table())
     if row is None:
         rows.pop(name, None)
     else:
@@ -170,7 +241,7 @@ def _precision_hint(name: str) -> str:
 
 
 def get_backend(device_type: str) -> Backend:
-    """The backend of ``device_type``.
+    """The backend of ``device_type``. Imports its plug-in, and no other.
 
     Raises:
         UnknownDeviceError: nothing is registered under this name.
@@ -181,7 +252,7 @@ def get_backend(device_type: str) -> Backend:
             f"device_type must be a string such as 'cuda', got {type(device_type).__name__} "
             f"({device_type!r})"
         )
-    row = _registry().get(device_type)
+    row = _row(device_type)
     if row is None:
         known = known_names()
         raise UnknownDeviceError(
@@ -212,7 +283,7 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
             f"register_backend() takes an amphal.contract.Backend, got {type(backend).__name__}"
         )
     with _lock:
-        old = _registry().get(backend.device_type)
+        old = _table().get(backend.device_type)
         if old is not None and not replace:
             raise DuplicateBackendError(
                 f"device type {backend.device_type!r} is already registered by {old.source}; "
@@ -230,7 +301,7 @@ def unregister_backend(device_type: str) -> Backend | None:
         UnknownDeviceError: nothing is registered under this name.
     """
     with _lock:
-        found = _registry().get(device_type) if isinstance(device_type, str) else None
+        found = _row(device_type) if isinstance(device_type, str) else None
         backend = get_backend(device_type) if found is None else found.backend
         _put(device_type, None)
     _changed()
@@ -242,7 +313,7 @@ def overridden(backend: Backend) -> Iterator[None]:
     """Within the block ``backend`` serves its device type; then the row is as it was."""
     with _lock:
         name = backend.device_type
-        old = _registry().get(name)
+        old = _table().get(name)
         _put(name, Registration(name, "simulated" if old is None else old.source, backend))
     _changed()
     try:

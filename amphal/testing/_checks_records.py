@@ -52,10 +52,8 @@ def _instead_of(op: str, subject: Subject) -> tuple[str, ...]:
     """The overloads that torch has where it lacks this one; empty if another torch has it."""
     if is_defined(op) or "imname" in op:  # overloads with dimension names went with torch 2.13
         return ()
-    rows = _registry.registered_backends().values()
-    others = [r.backend for r in rows if r.backend and r.name != subject.device_type]
-    built_in = [b for b in others if b.device_type in ("cpu", "cuda", "mps", "xpu")]
-    if any(op in backend.op_lists(torch.bfloat16) for backend in built_in):
+    others = {"cpu", "cuda", "mps", "xpu"} - {subject.device_type}
+    if any(op in _registry.get_backend(name).op_lists(torch.bfloat16) for name in others):
         return ()
     return overloads(base_name(op))
 

@@ -51,7 +51,7 @@ class BackendConformance(RecordChecks, DeviceChecks):
         chosen, source = self.under_test(request.config), ""
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(chosen, str):
-            source = _registry.registered_backends()[chosen].source
+            source = _registry.source_of(chosen)
             chosen = _registry.get_backend(chosen)
         else:
             context = _registry.overridden(chosen)

@@ -179,7 +179,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     source = backend_source("stranger", "BACKEND = backend(priority=999)")
     distribution(folder, "stranger", source, {"stranger": "stranger:BACKEND"})
     distribution(folder, "a-cpu-too", backend_source("cpu"), {"cpu": "a_cpu_too:BACKEND"})
-    distribution(folder, "second-fine", backend_source("fine"), {"fine": "second_fine:BACKEND"})
+    for name in ("one-twin", "other-twin"):
+        module = name.replace("-", "_")
+        distribution(folder, name, backend_source("twin"), {"twin": f"{module}:BACKEND"})
     distribution(folder, "bad-value", backend_source("bad_value"), {"bad_value": "not a module!"})
     done = python(folder, "-c", _ASK)
     assert done.returncode == 0, done.stderr
@@ -240,10 +242,16 @@ def test_a_built_in_backend_keeps_its_name(answers: dict[str, Any]) -> None:
     assert "uninstall" in refused["error"]
 
 
-def test_of_two_plug_ins_with_one_name_the_first_by_name_is_taken(answers: dict[str, Any]) -> None:
-    """Which one is taken does not depend on the order of sys.path."""
-    assert answers["rows"]["fine"]["source"] == "fine 1.0"
-    assert "already taken by fine 1.0" in answers["rows"]["fine [second-fine 1.0]"]["error"]
+def test_of_two_plug_ins_with_one_name_none_is_taken(answers: dict[str, Any]) -> None:
+    """Neither the alphabet nor sys.path decides: the error names both."""
+    row = answers["rows"]["twin"]
+    assert not row["ok"]
+    assert row["source"] == "one-twin 1.0 and other-twin 1.0"
+    assert row["error"] == (
+        "2 distributions bring a backend for 'twin': one_twin:BACKEND of one-twin 1.0 and "
+        "other_twin:BACKEND of other-twin 1.0; uninstall all but one"
+    )
+    assert row["error"] in answers["errors"]["twin"]
 
 
 def test_everything_else_works_beside_broken_plug_ins(answers: dict[str, Any]) -> None:
@@ -263,6 +271,48 @@ def test_import_amphal_loads_no_backend(tmp_path: Any) -> None:
     )
     done = python(tmp_path, "-c", code)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+_NAMED = """
+import sys, amphal
+from amphal.errors import AmphalError
+assert amphal.detect("cpu").device.type == "cpu"
+amphal.autocast("cpu", dtype="bf16")
+amphal.GradScaler(amphal.detect("cpu"))
+amphal.op_lists("cpu")
+for named in ("nowhere", "quiet"):
+    print([m for m in sys.modules if m in ("loud", "quiet")])
+    try:
+        print(amphal.detect(named).device)
+    except AmphalError as error:
+        print(error)
+print([m for m in sys.modules if m in ("loud", "quiet")])
+"""
+
+
+def test_naming_a_device_imports_no_other_plug_in(tmp_path: Any) -> None:
+    """A plug-in that ends the process costs nothing where another device is named.
+
+    Nor does an error message import it: it says which plug-ins were not asked.
+    """
+    for name, first in (("loud", "import os; os._exit(9)"), ("quiet", "")):
+        source = f"{first}\n{backend_source(name, ok=False)}"
+        distribution(tmp_path, name, source, {name: f"{name}:BACKEND"})
+    done = python(tmp_path, "-c", _NAMED, AMPHAL_DEVICE="", AMPHAL_PRECISION="")
+    assert done.returncode == 0, done.stderr
+    modules, nowhere, still, quiet, after = done.stdout.splitlines()
+    assert (modules, still, after) == ("[]", "[]", "['quiet']")
+    assert "registered: cpu, cuda, loud, mps, quiet, xpu" in nowhere
+    assert "not available here: no such hardware" in quiet
+    assert "(not asked, since not named: loud)" in quiet
+
+
+def test_a_plug_in_may_name_another_device_at_import(tmp_path: Any) -> None:
+    """A plug-in may name another device while it is imported; its own is an error."""
+    source = "import amphal\namphal.detect('cpu')\n" + backend_source("polite")
+    distribution(tmp_path, "polite", source, {"polite": "polite:BACKEND"})
+    done = python(tmp_path, "-c", "import amphal; print(amphal.detect('polite').device.type)")
+    assert done.stdout.strip() == "privateuseone", done.stderr
 
 
 def test_the_command_line_shows_each_broken_plug_in_once(tmp_path: Any) -> None:
