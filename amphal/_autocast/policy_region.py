@@ -17,7 +17,7 @@ from .._choice import choose as _detect
 from .._choice.choose import Choice
 from .._torch import private as _compat
 from ..contract.op_lists import OpLists
-from ..errors import ArgumentTypeError, PrecisionWarning
+from ..errors import ArgumentTypeError, OpPolicyError, PrecisionWarning
 from . import arguments as _settle
 from . import export as _export
 from . import region as _autocast
@@ -76,7 +76,20 @@ class PolicyRegion(Region, TorchFunctionMode):
         if self._enabled and not self._was_left_at_fork():
             _policy.leave(self)
             self._leave_modes()
-        return super().__exit__(exc_type, exc_val, exc_tb)
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if exc_type is RuntimeError and self._enabled:
+            self._explain(exc_val)
+        return False
+
+    def _explain(self, error: Any) -> None:
+        number = str(error).startswith(_compat.NUMBER_WITHOUT_VALUE)
+        if number and _compat.came_through_transform(error):
+            raise OpPolicyError(
+                "torch.func gives a cast kernel no Python number, as in 'x * 2': of the ops that "
+                f"ops= names ({', '.join(sorted(self._policy.table)[:8])}), one was called with a "
+                "number inside torch.func.grad, jvp or jacrev. Write the number as a tensor, such "
+                "as 'x * torch.tensor(2.0)', cast the tensor there by hand, or leave the op out"
+            ) from error
 
     def _enter_recording(self) -> None:
         # What is recorded has its casts, so torch's own region, which records itself, is off.

@@ -28,7 +28,9 @@ Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _Tensor = torch.Tensor
 _FLOAT, _DOUBLE = torch.float32, torch.float64
 _get_dtype = torch.get_autocast_dtype
+_set_dtype = torch.set_autocast_dtype
 _set_enabled = torch.set_autocast_enabled
+_under_transform = _compat.under_transform
 
 
 def action(op: str, policy: str, device: str) -> Action:
@@ -80,10 +82,12 @@ def _eligible(value: Any, device: str) -> Iterator[torch.Tensor]:
 
 def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype]) -> Action:
     """Cast every eligible input to the dtype that ``choose`` names, and call on."""
-    call = _compat.caller(_opnames.op_overload(op))
-    cast = _casts(device)
     if _opnames.statistics_of(op):
         return _casting_beside_statistics(op, device, choose)
+    overload = _opnames.op_overload(op)
+    call = _compat.caller(overload)
+    cast = _casts(device)
+    composite = _compat.is_composite(overload)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = choose((*args, *kwargs.values()) if kwargs else args)
@@ -93,11 +97,34 @@ def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype
         try:
             if kwargs:
                 kwargs = {name: cast(v, dtype) for name, v in kwargs.items()}
-            return call(*[cast(v, dtype) for v in args], **kwargs)
+            args = tuple(cast(v, dtype) for v in args)
+            if composite and _under_transform():
+                return _call_in(dtype, device, call, args, kwargs)
+            return call(*args, **kwargs)
         finally:
             _set_enabled(device, True)
 
     return run
+
+
+def _call_in(
+    dtype: torch.dtype,
+    device: str,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a composite op in a ``torch.func`` transform, its parts in ``dtype``.
+
+    A transform runs the parts in the dispatch state that it had found before the kernel, with
+    autocast on again. Its dtype is no part of that state, so with this one there is no cast.
+    """
+    before = _get_dtype(device)
+    _set_dtype(device, dtype)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _set_dtype(device, before)
 
 
 def _casting_beside_statistics(
@@ -158,11 +185,18 @@ def _promote(op: str, device: str) -> Action:
 
 
 def _as_is(op: str, device: str) -> Action:
-    call = _compat.caller(_opnames.op_overload(op))
+    overload = _opnames.op_overload(op)
+    call = _compat.caller(overload)
+    composite = _compat.is_composite(overload)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _set_enabled(device, False)
         try:
+            if composite and _under_transform():
+                values = (*args, *kwargs.values())
+                dtypes = {t.dtype for value in values for t in _eligible(value, device)}
+                if len(dtypes) == 1:
+                    return _call_in(dtypes.pop(), device, call, args, kwargs)
             return call(*args, **kwargs)
         finally:
             _set_enabled(device, True)

@@ -440,6 +440,29 @@ def under_vmap() -> bool:
     return any(i.key() == functorch.TransformType.Vmap for i in stack or ())
 
 
+def under_transform() -> bool:
+    """Whether the thread is in a ``torch.func`` transform: grad, jvp, vmap or what is made of them.
+
+    There is no public query. Checked on torch 2.6 to 2.13.
+    """
+    return _private("_functorch").peek_interpreter_stack() is not None
+
+
+def came_through_transform(error: BaseException) -> bool:
+    """Whether ``error`` was raised inside a ``torch.func`` transform that was called below here."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").startswith("torch._functorch"):
+            return True
+        traceback = traceback.tb_next
+    return under_transform()
+
+
+NUMBER_WITHOUT_VALUE = "Cannot access data pointer of Tensor that doesn't have storage"
+"""How torch's error begins where ``torch.func.grad`` has wrapped a Python number, as in ``x * 2``,
+and a kernel in Python is to be called with it (torch 2.6 to 2.13)."""
+
+
 def fused_paths_off() -> bool:
     """Whether ``torch.nn`` keeps its fused transformer kernels out of the region that is on now.
 
