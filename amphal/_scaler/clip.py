@@ -147,6 +147,8 @@ def _clip_optimizer(
     state = scaler._state_of(optimizer)
     if state.stage is OptState.STEPPED or state.divisor is not None:
         raise out_of_order("clip_grad_norm_", state)
+    if state.stage is OptState.UNSCALED:
+        scaler._take_newcomers(optimizer, state)
     params = _grads.params_of(optimizer)
     groups = scaler._gather(optimizer, coalesce=True)
     folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
@@ -183,6 +185,7 @@ def _clip_optimizer(
     flag = _grads.nonfinite_flag(total)
     state.found_inf_per_device = {flag.device: flag}
     state.stage = OptState.UNSCALED
+    state.params = params
     if fused:
         state.divisor = divisor
         return total

@@ -133,6 +133,8 @@ class _Evaluation:
         if not keep:
             state.stage = OptState.READY
             scaler.unscale_(self._optimizer)
+        else:
+            scaler._take_newcomers(self._optimizer, state)
         flag, _ = scaler._agree([state], None)
         if flag is None:
             return False

@@ -158,7 +158,7 @@ def _refuse_nonfinite(scaler: Scale, total: Tensor, norm_type: float, params: li
 
 
 def _raise_nonfinite(scaler: Scale, norm_type: float, params: list[Tensor]) -> NoReturn:
-    names = _grad_names.names_of_nonfinite([_Shell(params)], scaler._names())
+    names = _grad_names.names_of_nonfinite([Params(params)], scaler._names())
     raise NonFiniteGradientError(
         f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
         f"error_if_nonfinite=True was given. Not finite: "
@@ -167,8 +167,8 @@ def _raise_nonfinite(scaler: Scale, norm_type: float, params: list[Tensor]) -> N
     )
 
 
-class _Shell:
-    """Parameters that belong to no optimizer, shaped like one for naming them."""
+class Params:
+    """Parameters in the form of an optimizer, which names and gathers them."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.param_groups = [{"params": params}]

@@ -47,6 +47,9 @@ class OptimizerState:
     recheck: tuple[float, float] | None = None
     """``max_norm`` and ``norm_type`` of a clip that needs the exact check after an overflow."""
 
+    params: list[Tensor] | None = None
+    """The optimizer's parameters when its gradients were unscaled or clipped."""
+
     held: Tensor | None = None
     """The flag of a fused step: where it is set, the gradients still carry the scale."""
 

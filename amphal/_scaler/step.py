@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..errors import ArgumentError, ScalerStateError
 from . import arguments as rules
 from . import gradients as _grads
 from . import names as _grad_names
-from .norms import _clip_unscaled
+from .norms import Params, _clip_unscaled
 from .optimizer_state import OptimizerState
 from .optimizers import (
     _takes_scaler,
@@ -121,6 +122,30 @@ class Stepper(Scale):
         inverse = scale.reciprocal()
         state.found_inf_per_device = self._unscale_grads_(optimizer, inverse, inverse, False)
         state.stage = OptState.UNSCALED
+        state.params = _grads.params_of(optimizer)
+
+    def _take_newcomers(self, optimizer: Any, state: OptimizerState) -> None:
+        """Check and unscale what joined the optimizer after ``unscale_`` or a clip."""
+        before, now = state.params, _grads.params_of(optimizer)
+        if before is None or (len(before) == len(now) and all(map(operator.is_, before, now))):
+            return
+        known = set(map(id, before))
+        joined = Params([param for param in now if id(param) not in known])
+        groups = self._gather(joined)
+        scale, _ = self._check_scale_growth_tracker("step")
+        if state.divisor is None:
+            inverse = scale.reciprocal()
+            flags = self._unscale_grads_(joined, inverse, inverse, False)
+        elif _grads.is_plain(groups):  # the optimizer divides these too
+            flags = _grads.probe(groups, scale)
+        else:
+            flags = _grads.check(groups)
+        for device, flag in flags.items():
+            seen = state.found_inf_per_device.get(device)
+            state.found_inf_per_device[device] = flag if seen is None else torch.maximum(seen, flag)
+        if flags:
+            state.recheck = None  # it would unscale these again
+        state.params = now
 
     def _step_together(
         self,
@@ -148,6 +173,8 @@ class Stepper(Scale):
                     self._check_inf_per_device(optimizer)
                 else:
                     self.unscale_(optimizer)
+            elif state.stage is OptState.UNSCALED:
+                self._take_newcomers(optimizer, state)
         for state in states:
             state.nothing = not state.found_inf_per_device
         flag, veto = self._agree(states, veto)

@@ -364,3 +364,30 @@ def test_the_unscale_hook_sums_duplicate_float16_indices_first():
     scaler = amphal.GradScaler("cpu", enabled=True, init_scale=2.0)
     flags = scaler._unscale_grads_(optimizer, torch.tensor(0.5), torch.zeros(()), True)
     assert [flag.item() for flag in flags.values()] == [1.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["unscale_", "clip", "unscale_ and clip"])
+@pytest.mark.parametrize("slope", [2.0, float("inf"), float("nan")])
+def test_parameters_that_join_after_unscaling_are_unscaled_and_checked(slope, call, fused):
+    """A parameter added between ``unscale_`` or a clip and ``step`` steps by its own gradient."""
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([first], lr=1.0, fused=fused)
+    scaler = amphal.GradScaler("cpu", enabled=True)
+    scaler.scale((first * 2 + second * slope).sum()).backward()
+    if call != "clip":
+        scaler.unscale_(optimizer)
+    if call == "clip":
+        scaler.clip_grad_norm_(optimizer, 1e9)
+    optimizer.add_param_group({"params": [second]})
+    if call == "unscale_ and clip":
+        assert torch.equal(
+            scaler.clip_grad_norm_(optimizer, 1e9).isfinite(), torch.tensor(slope == 2.0)
+        )
+    scaler.step(optimizer)
+    scaler.update()
+    stepped = slope == 2.0
+    assert scaler.outcome(optimizer).stepped is stepped
+    expected = -1.0 if stepped else 1.0
+    assert [first.item(), second.item()] == [expected, expected]
+    assert scaler.get_scale() == (2.0**16 if stepped else 2.0**15)
