@@ -213,10 +213,10 @@ class DeviceChecks:
                 "the hardware saturates, has no bf16, and the backend brings no vendor_scaler: "
                 "nothing but fp32 can train"
             )
-            return
-        kind = subject.backend.vendor_scaler()
-        assert isinstance(kind, type), f"vendor_scaler() returned {kind!r}, not a class"
-        assert issubclass(kind, torch.amp.GradScaler), f"{kind!r} is no torch.amp.GradScaler"
+        else:
+            kind = subject.backend.vendor_scaler()
+            assert isinstance(kind, type), f"vendor_scaler() returned {kind!r}, not a class"
+            assert issubclass(kind, torch.amp.GradScaler), f"{kind!r} is no torch.amp.GradScaler"
 
     @needs_device
     def test_synchronize_waits(self, subject: Subject) -> None:

@@ -225,4 +225,6 @@ def test_importing_amphal_does_not_read_the_table() -> None:
         "import amphal, sys; from amphal.contract.known_hardware import known_hardware as k; "
         "assert k.cache_info().currsize == 0; assert 'amphal.data' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tempfile.gettempdir())
+    command, folder = [sys.executable, "-c", code], tempfile.gettempdir()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def test_an_old_torch_is_an_error_that_says_which_is_needed(
         install_device("toy")
 
 
-def run_facts(tmp_path: Path, name: str) -> None:
+def check_facts(tmp_path: Path, name: str) -> None:
     """Run the tests of that file in a process that has the device."""
     facts = str(Path(__file__).parents[1] / "helpers" / "plugins" / name)
     done = python(
@@ -73,13 +73,13 @@ def run_facts(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
 def test_kernels_follow_lists_that_differ_between_dtypes(tmp_path: Path) -> None:
     """Each region casts by its own dtype's lists, and senseless lists are refused."""
-    run_facts(tmp_path, "lists_by_dtype.py")
+    check_facts(tmp_path, "lists_by_dtype.py")
 
 
 @pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")
 def test_the_device_in_pure_python_keeps_its_promises(tmp_path: Path) -> None:
     """It computes, trains, refuses mixed devices, and passes the suite with a FakeBackend."""
-    run_facts(tmp_path, "on_the_toy.py")
+    check_facts(tmp_path, "on_the_toy.py")
 
 
 @pytest.mark.skipif(bool(why_not_installable()), reason="needs torch 2.10")

@@ -16,6 +16,7 @@ from helpers.ranks import Ranks
 from torch import nn
 
 import amphal
+from amphal.contract.spelling import short_name
 
 PAGE = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
 SCRIPT, *FRAGMENTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -36,8 +37,8 @@ def test_the_script_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run_block(block: str, precision: str, path: str) -> None:
-    """The block after the script's names: two layers, a plan, a batch."""
+def run_block(block: str, precision: str, path: str) -> str:
+    """The block after the script's names: two layers, a plan, a batch. The plan's precision."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         plan = amphal.detect(precision=precision)
@@ -55,10 +56,12 @@ def run_block(block: str, precision: str, path: str) -> None:
         "path": path,
     }
     exec(compile(block, "docs/distributed.md", "exec"), names)
+    return short_name(plan.dtype)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("number", range(len(FRAGMENTS)))
 def test_a_block_runs(two_ranks: Ranks, tmp_path: Path, number: int, precision: str) -> None:
     """A block that goes on from the script runs on two ranks, with and without a scaler."""
-    two_ranks(run_block, FRAGMENTS[number], precision, str(tmp_path / "checkpoint.pt"))
+    done = two_ranks(run_block, FRAGMENTS[number], precision, str(tmp_path / "checkpoint.pt"))
+    assert done == [precision, precision]

@@ -14,6 +14,7 @@ from helpers.ranks import Ranks
 from torch import nn
 
 import amphal
+from amphal.contract.spelling import short_name
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n.*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
@@ -24,7 +25,8 @@ def test_every_section_has_its_block() -> None:
     assert len(SECTIONS) == PAGE.count("```python") == 5
 
 
-def run_block(name: str, precision: str, folder: str) -> None:
+def run_block(name: str, precision: str, folder: str) -> str:
+    """The block after the names that its section takes for given. The plan's precision."""
     from accelerate.state import AcceleratorState
     from lightning import LightningModule
 
@@ -64,6 +66,7 @@ def run_block(name: str, precision: str, folder: str) -> None:
     exec(compile(SECTIONS[name], "docs/frameworks.md", "exec"), names)
     if name == "transformers":
         assert names["trainer"].state.global_step == 2
+    return short_name(plan.dtype)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -77,7 +80,8 @@ def test_a_block_runs(
 ) -> None:
     """The block runs in each precision."""
     if name == "DeepSpeed":
-        one_rank(run_block, name, precision, str(tmp_path), timeout=240)
+        done = one_rank(run_block, name, precision, str(tmp_path), timeout=240)
     else:
         monkeypatch.chdir(tmp_path)  # Lightning leaves its logs and checkpoints where it runs
-        run_block(name, precision, str(tmp_path))
+        done = [run_block(name, precision, str(tmp_path))]
+    assert done == [precision]

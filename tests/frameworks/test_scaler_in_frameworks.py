@@ -39,7 +39,7 @@ def scalers():
     ]
 
 
-def same(runs):
+def assert_same(runs):
     (ours, scale), (torchs, expected) = runs
     assert scale == expected
     assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
@@ -82,7 +82,7 @@ def test_accelerate_runs_its_fp16_loop(fused, tmp_path):
     assert runs[0][2] == runs[1][2]
     if not fused:  # fused, Accelerate cannot see it: the optimizer's step is always called
         assert runs[0][2] == [not math.isfinite(factor) for factor in BATCHES]
-    same([run[:2] for run in runs])
+    assert_same([run[:2] for run in runs])
 
 
 def fabric_loop(scaler, fused):
@@ -104,7 +104,7 @@ def fabric_loop(scaler, fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_lightning_fabric_runs_its_fp16_loop(fused):
     """Backward, clipping, step and state through Fabric's plugin: the same as with torch's."""
-    same([fabric_loop(scaler, fused) for scaler in scalers()])
+    assert_same([fabric_loop(scaler, fused) for scaler in scalers()])
 
 
 class Module(LightningModule):
@@ -140,4 +140,4 @@ def trainer_loop(scaler, fused, directory):
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_lightning_trainer_runs_its_fp16_loop(fused, tmp_path):
     """Closure, unscale, clipping, step and checkpoint through the Trainer: as with torch's."""
-    same([trainer_loop(scaler, fused, tmp_path) for scaler in scalers()])
+    assert_same([trainer_loop(scaler, fused, tmp_path) for scaler in scalers()])
