@@ -9,6 +9,7 @@ import pytest
 
 import amphal
 from amphal import _environment
+from amphal.contract import registry
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +20,17 @@ def _own_environment() -> Iterator[None]:
     kept = _environment._values
     if any(value != os.environ.get(name, "").strip() for name, value in kept.items()):
         amphal.detect.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _own_backends() -> Iterator[None]:
+    """A backend that a test registers, or puts in the place of another, is gone after it."""
+    before = registry._rows
+    yield
+    if before is not None and registry._rows is not before:
+        changed = {name for name, row in before.items() if registry._table().get(name) is not row}
+        added = registry._table().keys() - before.keys()
+        for name in changed | added:
+            registry._put(name, before.get(name))
+        if changed | added:
+            registry._changed()
