@@ -7,11 +7,10 @@ import contextlib
 import io
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 from .._doctor import examine
-from ..errors import ArgumentError
+from .._trace.script import script_file
 from . import output
 
 __all__ = ["add", "run"]
@@ -35,9 +34,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing is wrong (notes are not), 1 if something is or the script failed."""
-    script = Path(args.script)
-    if not script.is_file():
-        raise ArgumentError(f"there is no file {args.script!r} to run")
+    script = script_file(args.script)
     # With --json the script's own output goes to standard error, so that programs can read ours.
     aside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if args.json:

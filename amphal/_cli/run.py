@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+from .._trace.script import run_script, script_file
 from .._trace.trace import trace
 from ..errors import ArgumentError
 
@@ -32,19 +31,13 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The script's exit status. Its traceback is its own."""
-    script = Path(args.script)
-    if not script.is_file():
-        raise ArgumentError(f"there is no file {args.script!r} to run")
+    script = script_file(args.script)
     if args.trace and not Path(args.trace).resolve().parent.is_dir():
         raise ArgumentError(f"the folder of --trace {args.trace!r} does not exist")
-    before = sys.argv, sys.path[:]
-    sys.argv, sys.path[0:1] = [str(script), *args.args], [str(script.resolve().parent)]
     status = 0
-    with contextlib.ExitStack() as stack:
-        stack.callback(_restore, *before)
-        traced = stack.enter_context(trace(values=args.values, compare=args.compare))
+    with trace(values=args.values, compare=args.compare) as traced:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            run_script(script, args.args)
         except SystemExit as left:
             status = left.code if isinstance(left.code, int) else int(left.code is not None)
             if isinstance(left.code, str):
@@ -55,7 +48,3 @@ def run(args: argparse.Namespace) -> int:
     if not args.trace:
         print(traced.table(), end="")
     return status
-
-
-def _restore(argv: list[str], path: list[str]) -> None:
-    sys.argv, sys.path[:] = argv, path

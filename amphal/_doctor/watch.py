@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import runpy
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from .._casting.live_lists import op_lists
 from .._scaler import GradScaler
 from .._torch.nested import tensors_in
 from .._trace.recorder import user_line
+from .._trace.script import run_script
 from ..contract import registry
 from .findings import Finding
 from .source import named_devices
@@ -332,19 +331,14 @@ def examine(
         row.name for row in backends.values() if row.backend and registry.availability(row.backend)
     )
     ended: BaseException | None = None
-    before = sys.argv, sys.path[:]
-    sys.argv, sys.path[0:1] = [str(script), *arguments], [str(script.resolve().parent)]
-    try:
-        with _watching(watch, present):
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except SystemExit as exit_:
-                ended = exit_ if exit_.code not in (None, 0) else None
-            except Exception as error:
-                ended = error
-            watch.weights_changed()
-    finally:
-        sys.argv, sys.path[:] = before
+    with _watching(watch, present):
+        try:
+            run_script(script, arguments)
+        except SystemExit as exit_:
+            ended = exit_ if exit_.code not in (None, 0) else None
+        except Exception as error:
+            ended = error
+        watch.weights_changed()
     for line in watch.stepped.values():
         watch.notes["missing-update", line, ""] += 1
     found = [Finding(kind, line, detail, n) for (kind, line, detail), n in watch.notes.items()]
