@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -36,6 +38,9 @@ def in_child(body: Callable[[], Any]) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside torch's own threads
         pid = os.fork()
     if pid == 0:
+        # The threads of the parent's OpenMP pool do not exist here: one thread, as in a worker of
+        # a DataLoader, or the first large operation waits for them for ever.
+        torch.set_num_threads(1)
         try:
             answer = body()
         except BaseException as exc:
@@ -44,9 +49,12 @@ def in_child(body: Callable[[], Any]) -> Any:
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        answer = pickle.loads(pipe.read())
-    os.waitpid(pid, 0)
-    return answer
+        answered, _, _ = select.select([pipe], [], [], 60)
+        if not answered:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert answered, "the forked process gave no answer within 60 s"
+        return pickle.loads(pipe.read())
 
 
 def state() -> tuple[Any, ...]:
