@@ -12,46 +12,41 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._autocast.autocast import autocast
+from ._autocast import autocast
 from ._version import __version__ as __version__
 from .errors import AmphalError, PrecisionWarning
 
 if TYPE_CHECKING:
-    from ._autocast.custom_function import custom_bwd, custom_fwd
-    from ._autocast.pin import set_precision
-    from ._casting.live_lists import op_lists
-    from ._casting.rules import register_autocast_op
+    from ._autocast import custom_bwd, custom_fwd, set_precision
+    from ._casting import op_lists, register_autocast_op
     from ._front import Plan, detect
-    from ._precast.precast import full_precision_state_dict, precast_, undo_precast_
+    from ._precast import full_precision_state_dict, precast_, undo_precast_
     from ._scaler import GradMonitor, GradScaler
-    from ._trace.nonfinite import find_nonfinite
-    from ._trace.trace import trace
-    from ._tune.tune import tune
-    from .contract.known_hardware import known_hardware
-    from .contract.op_lists import OpLists
-    from .contract.records import Hardware
+    from ._trace import find_nonfinite, trace
+    from ._tune import tune
+    from .contract import Hardware, OpLists, known_hardware
 
 # Imported at its first use, so that ``import amphal`` stays cheap in programs that may not use it.
 # The region is not among these: Dynamo must find it when it traces.
 _AT_FIRST_USE = {
     "GradMonitor": "_scaler",
     "GradScaler": "_scaler",
-    "Hardware": "contract.records",
-    "OpLists": "contract.op_lists",
+    "Hardware": "contract",
+    "OpLists": "contract",
     "Plan": "_front",
-    "custom_bwd": "_autocast.custom_function",
-    "custom_fwd": "_autocast.custom_function",
+    "custom_bwd": "_autocast",
+    "custom_fwd": "_autocast",
     "detect": "_front",
-    "find_nonfinite": "_trace.nonfinite",
-    "full_precision_state_dict": "_precast.precast",
-    "known_hardware": "contract.known_hardware",
-    "op_lists": "_casting.live_lists",
-    "precast_": "_precast.precast",
-    "register_autocast_op": "_casting.rules",
-    "set_precision": "_autocast.pin",
-    "trace": "_trace.trace",
-    "tune": "_tune.tune",
-    "undo_precast_": "_precast.precast",
+    "find_nonfinite": "_trace",
+    "full_precision_state_dict": "_precast",
+    "known_hardware": "contract",
+    "op_lists": "_casting",
+    "precast_": "_precast",
+    "register_autocast_op": "_casting",
+    "set_precision": "_autocast",
+    "trace": "_trace",
+    "tune": "_tune",
+    "undo_precast_": "_precast",
 }
 _PUBLIC_MODULES = frozenset(["contract", "integrations", "testing"])
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol, cast
 
-from ._autocast.autocast import autocast
-from ._autocast.region import Region
-from ._choice import choose
-from ._choice.choice import Choice
+from ._autocast import Region, autocast
+from ._choice import Choice, choose
 from ._scaler import GradScaler
-from ._torch import private as _compat
-from .contract.spelling import DeviceLike, PrecisionLike
+from ._torch import private
+from .contract import DeviceLike, PrecisionLike
 
 
 class Plan(Choice):
@@ -63,4 +61,4 @@ _detect.cache_clear = choose.detect.cache_clear  # type: ignore[attr-defined]
 detect = cast(_Detect, _detect)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

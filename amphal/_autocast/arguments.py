@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import _environment as _env
-from .._choice import choose as _detect
-from .._choice.choice import Choice
-from .._choice.choose import generation, on_clear
-from .._torch import private as _compat
-from ..contract import registry as _registry
-from ..contract.records import LOW_PRECISION, Hardware
+from .. import _environment
+from .._choice import Choice, choose, generation, on_clear
+from .._torch import private
+from ..contract import LOW_PRECISION, Hardware, registry
 from ..errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["generation", "independent", "on_clear", "planned", "settled"]
@@ -36,7 +33,7 @@ def independent(device: object, dtype: object) -> bool:
 
 def planned(device: Any, dtype: Any) -> Choice:
     """The plan of these arguments now; the same object until the answers are forgotten."""
-    return _detect.detect(device, precision="auto" if dtype is None else dtype)
+    return choose.detect(device, precision="auto" if dtype is None else dtype)
 
 
 def _check_flags(enabled: object, cache_enabled: object) -> None:
@@ -53,7 +50,7 @@ def _check_flags(enabled: object, cache_enabled: object) -> None:
 
 def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, bool]:
     """The device type, the low dtype and whether autocast is on; every check is made here."""
-    precision = None if dtype is None else _detect.named_precision(dtype, what="dtype")
+    precision = None if dtype is None else choose.named_precision(dtype, what="dtype")
     if isinstance(device, Hardware):
         raise ArgumentTypeError(
             f"autocast() runs on a device that is here, and {device.name!r} is a description; "
@@ -63,19 +60,19 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
         device_type = device.hardware.device_type
         precision = device.dtype if precision is None else precision
         if enabled:
-            _detect.require_available(_registry.get_backend(device_type), device_type)
+            choose.require_available(registry.get_backend(device_type), device_type)
             if device.support[precision].level == "absent":
-                _detect.detect(device.device, precision=precision)
+                choose.detect(device.device, precision=precision)
     elif not enabled:
         # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
         device_type = _named_or_chosen(device)
     else:
         if device is not None:
-            device = _torch_device_string(*_detect.named_device(device, what="device_type"))
+            device = _torch_device_string(*choose.named_device(device, what="device_type"))
         plan = planned(device, precision)
         device_type = plan.hardware.device_type
         precision = plan.dtype
-    if not _compat.autocast_available(device_type):
+    if not private.autocast_available(device_type):
         raise ArgumentError(
             f"torch has no autocast for device type {device_type!r}; "
             "a region on it could change nothing"
@@ -85,10 +82,10 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
         precision = torch.get_autocast_dtype(device_type)
     if on:
         from .._casting import (
-            rules as _install,  # at first use: it is needed once a region is made, and not before
+            rules,  # at first use: it is needed once a region is made, and not before
         )
 
-        _install.ensure_kernels(device_type, precision)
+        rules.ensure_kernels(device_type, precision)
     return device_type, precision, on
 
 
@@ -98,11 +95,11 @@ def _torch_device_string(device_type: str, index: int | None) -> str:
 
 def _named_or_chosen(device: Any) -> str:
     """The device type that was named, here or in the environment, else the one to run on."""
-    named = device if device is not None else _env.read(_env.DEVICE).lower()
+    named = device if device is not None else _environment.read(_environment.DEVICE).lower()
     if named == "":
-        return _detect.detect(precision="fp32").hardware.device_type
-    what = "device_type" if device is not None else _env.DEVICE
-    return _registry.get_backend(_detect.named_device(named, what)[0]).device_type
+        return choose.detect(precision="fp32").hardware.device_type
+    what = "device_type" if device is not None else _environment.DEVICE
+    return registry.get_backend(choose.named_device(named, what)[0]).device_type
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from .._torch import private as _compat
+from .._torch import private
 from ..errors import ArgumentTypeError
 from .decorator import decorate
 from .region import Region, _is_compiling, _owners
 
 if TYPE_CHECKING:
-    from .._choice.choice import Choice
-    from ..contract.op_lists import OpLists
-    from ..contract.spelling import DeviceLike, PrecisionLike
+    from .._choice import Choice
+    from ..contract import DeviceLike, OpLists, PrecisionLike
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -38,12 +37,12 @@ _MOST = 512
 @functools.cache
 def _settling() -> Any:
     """What validates arguments, loaded when the first region is made: importing stays cheap."""
-    from .._torch.weight_cache import drop_casts_after_each_step
-    from . import arguments as _settle
+    from .._torch import drop_casts_after_each_step
+    from . import arguments
 
     drop_casts_after_each_step()
-    _settle.on_clear(_forget)
-    return _settle
+    arguments.on_clear(_forget)
+    return arguments
 
 
 def _forget() -> None:
@@ -164,7 +163,7 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     """The same region as torch's own object, which is what Dynamo and export understand."""
     if _owners and enabled:
         return contextlib.nullcontext()
-    from .._choice.choice import Choice
+    from .._choice import Choice
 
     if isinstance(device_type, Choice):
         dtype = device_type.dtype if dtype is None else dtype
@@ -177,7 +176,7 @@ def _traced(device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any) -> A
     return torch.autocast(device, dtype=low, enabled=on, cache_enabled=cache_enabled)
 
 
-@_compat.constant_in_graphs
+@private.constant_in_graphs
 def _settled_constant(
     device: Any, dtype: Any, enabled: Any, cache_enabled: Any
 ) -> tuple[str, torch.dtype, bool]:
@@ -187,4 +186,4 @@ def _settled_constant(
     return found
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -9,10 +9,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx
 
-from .._torch import private as _compat
-from .._torch.nested import cast
-from ..contract import spelling as _detect
-from ..contract.spelling import PrecisionLike
+from .._torch import cast, private
+from ..contract import PrecisionLike, spelling
 from ..errors import ArgumentError, ArgumentTypeError, AutocastStateError
 from .region import Region
 
@@ -82,7 +80,7 @@ def custom_fwd(
         has_ctx = bool(args) and isinstance(args[0], FunctionCtx)
         inputs = args[1:] if has_ctx else args
         types = {named: None} if named else _device_types((inputs, kwargs), {})
-        available = [t for t in types if named or _compat.autocast_available(t)]
+        available = [t for t in types if named or private.autocast_available(t)]
         state = tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
         on = tuple(t for t, enabled, _ in state if enabled)
         if target is not None and on:
@@ -101,8 +99,8 @@ def custom_fwd(
 def _autocast_device(device_type: Any) -> str | None:
     if device_type is None:
         return None
-    name, _ = _detect.named_device(device_type, "device_type")
-    if not _compat.autocast_available(name):
+    name, _ = spelling.named_device(device_type, "device_type")
+    if not private.autocast_available(name):
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
     return name
 
@@ -113,7 +111,7 @@ def _cast_dtype(cast_inputs: Any) -> torch.dtype | None:
         isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
     ):
         return cast_inputs
-    return _detect.named_precision(cast_inputs, what="cast_inputs")
+    return spelling.named_precision(cast_inputs, what="cast_inputs")
 
 
 def _leave_torchs_marks(ctx: Any, state: tuple[tuple[str, bool, torch.dtype], ...]) -> None:

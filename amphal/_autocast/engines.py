@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._torch import private as _compat
+from .._torch import private
 from .._warnings import warn
 from ..errors import EngineWarning
 
@@ -50,4 +50,4 @@ def running(owner: Owner) -> Iterator[None]:
         active.remove(owner)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -14,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._casting import policy as _policy
-from .._casting.kernels import PASS_BY
-from .._torch import private as _compat
+from .._casting import PASS_BY
+from .._casting import policy as policies
+from .._torch import private
 from ..errors import OpPolicyError
 
 __all__ = ["Bake"]
@@ -52,13 +52,13 @@ class Bake(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         region = self.region
-        outer = _compat.dispatch_state()
+        outer = private.dispatch_state()
         dtype = torch.get_autocast_dtype(region.device)
         torch.set_autocast_enabled(region.device, True)
         torch.set_autocast_dtype(region.device, region.fast_dtype)
         try:
-            with _compat.past_the_recorder():
-                with _Forward(outer, _compat.dispatch_state(), _cast_ops(region)):
+            with private.past_the_recorder():
+                with _Forward(outer, private.dispatch_state(), _cast_ops(region)):
                     return func(*args, **kwargs)
         finally:
             torch.set_autocast_enabled(region.device, False)
@@ -68,7 +68,7 @@ class Bake(TorchFunctionMode):
 def _cast_ops(region: Any) -> frozenset[str]:
     """The ops that have a cast kernel in this region."""
     policy = region.policy
-    effective = _policy.active()
+    effective = policies.active()
     table = {**policy.builtin, **(effective.tables.get(policy.key, {}) if effective else {})}
     return frozenset(op for op, p in table.items() if p != PASS_BY)
 
@@ -85,9 +85,9 @@ class _Forward(TorchDispatchMode):
         if op.namespace == "prim":
             return op(*args, **kwargs)
         name = op.name().removeprefix("aten::")
-        if name not in self._cast and _compat.is_composite(op):
+        if name not in self._cast and private.is_composite(op):
             # What it is made of may be cast.
-            with _compat.in_dispatch_state(self._inner), self:
+            with private.in_dispatch_state(self._inner), self:
                 return op.decompose(*args, **kwargs)
-        with _compat.in_dispatch_state(self._outer):
+        with private.in_dispatch_state(self._outer):
             return op(*args, **kwargs)

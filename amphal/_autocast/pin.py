@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch.nested import cast, fields_of, is_record
+from .._torch import cast, fields_of, is_record
 from ..errors import ArgumentError, ArgumentTypeError, PrecastError, did_you_mean
 
 __all__ = ["STORED_MARK", "set_precision"]

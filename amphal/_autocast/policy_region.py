@@ -11,16 +11,15 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import _warnings as _warn
-from .._casting import policy as _policy
-from .._choice import choose as _detect
-from .._choice.choose import Choice
-from .._torch import private as _compat
-from ..contract.op_lists import OpLists
+from .. import _warnings
+from .._casting import policy as policies
+from .._choice import Choice, choose
+from .._torch import private
+from ..contract import OpLists
 from ..errors import ArgumentTypeError, OpPolicyError, PrecisionWarning
-from . import arguments as _settle
-from . import export as _export
-from . import region as _autocast
+from . import arguments as argument_rules
+from . import export
+from . import region as regions
 from .decorator import decorate
 from .region import Region
 
@@ -41,7 +40,7 @@ class PolicyRegion(Region, TorchFunctionMode):
         dtype: torch.dtype,
         enabled: bool,
         cache_enabled: bool | None,
-        policy: _policy.Policy,
+        policy: policies.Policy,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._policy = policy
@@ -49,21 +48,21 @@ class PolicyRegion(Region, TorchFunctionMode):
         _regions.append(self)
 
     @property
-    def policy(self) -> _policy.Policy:
+    def policy(self) -> policies.Policy:
         """The policy, held against the device's own lists as they are now."""
-        return _policy.current(self._policy)
+        return policies.current(self._policy)
 
     def __enter__(self) -> PolicyRegion:
         if not self._enabled:
             super().__enter__()
             return self
-        if _compat.being_exported():
+        if private.being_exported():
             self._enter_recording()
         else:
             super().__enter__()
             self._show_as_mode()
         try:
-            _policy.enter(self, self.policy)
+            policies.enter(self, self.policy)
         except BaseException:
             self._leave_modes()
             super().__exit__()
@@ -74,7 +73,7 @@ class PolicyRegion(Region, TorchFunctionMode):
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> Literal[False]:
         if self._enabled and not self._was_left_at_fork():
-            _policy.leave(self)
+            policies.leave(self)
             self._leave_modes()
         super().__exit__(exc_type, exc_val, exc_tb)
         if exc_type is RuntimeError and self._enabled:
@@ -82,8 +81,8 @@ class PolicyRegion(Region, TorchFunctionMode):
         return False
 
     def _explain(self, error: Any) -> None:
-        number = str(error).startswith(_compat.NUMBER_WITHOUT_VALUE)
-        if number and _compat.came_through_transform(error):
+        number = str(error).startswith(private.NUMBER_WITHOUT_VALUE)
+        if number and private.came_through_transform(error):
             raise OpPolicyError(
                 "torch.func gives a cast kernel no Python number, as in 'x * 2': of the ops that "
                 f"ops= names ({', '.join(sorted(self._policy.table)[:8])}), one was called with a "
@@ -93,13 +92,13 @@ class PolicyRegion(Region, TorchFunctionMode):
 
     def _enter_recording(self) -> None:
         # What is recorded has its casts, so torch's own region, which records itself, is off.
-        delegate = _compat.plain_autocast(self.device, self.fast_dtype, False, self._cache_enabled)
+        delegate = private.plain_autocast(self.device, self.fast_dtype, False, self._cache_enabled)
         delegate.__enter__()  # type: ignore[no-untyped-call]
-        _autocast.push_delegate(self, delegate)
-        self._enter_mode(_export.Bake(self, _autocast.innermost))
+        regions.push_delegate(self, delegate)
+        self._enter_mode(export.Bake(self, regions.innermost))
 
     def _show_as_mode(self) -> None:
-        if "torch._dynamo" in sys.modules and not _compat.dynamo_guards_on_autocast():
+        if "torch._dynamo" in sys.modules and not private.dynamo_guards_on_autocast():
             # Dynamo guards on the stack of modes in every torch. It costs each op 2 us there.
             self._enter_mode(_Shown(self))
 
@@ -111,7 +110,7 @@ class PolicyRegion(Region, TorchFunctionMode):
         modes = _thread.modes
         at = next((i for i in reversed(range(len(modes))) if modes[i][0] is self), None)
         if at is not None:  # below others too: a suspended generator may hold a region
-            _compat.take_mode_off(modes.pop(at)[1])
+            private.take_mode_off(modes.pop(at)[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Dynamo comes here, for each function that it traces in the region.
@@ -164,7 +163,7 @@ _thread = _Thread()
 _regions: list[PolicyRegion] = []
 _made: dict[tuple[Any, ...], PolicyRegion] = {}
 _by_arguments: dict[tuple[Any, ...], PolicyRegion] = {}
-_detect.on_clear(_by_arguments.clear)
+choose.on_clear(_by_arguments.clear)
 
 
 def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> PolicyRegion:
@@ -184,7 +183,9 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
             "autocast() got a function and other arguments; write "
             "@amphal.autocast(ops=...), which decorates the function below it"
         )
-    made = region(*_settle.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops)
+    made = region(
+        *argument_rules.settled(device, dtype, enabled, cache_enabled), cache_enabled, ops
+    )
     if enabled and dtype is None and not made._enabled:
         _tell_of_no_effect(made.device)
     if isinstance(device, Choice) or (device is not None and dtype is not None):
@@ -195,7 +196,7 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
 
 @functools.cache
 def _tell_of_no_effect(device: str) -> None:
-    _warn.warn(
+    _warnings.warn(
         f"ops= has no effect: this region is full precision (no dtype was named, and the plan for "
         f"{device!r} is fp32); name dtype='bf16' or 'fp16' for a region that casts",
         PrecisionWarning,
@@ -210,7 +211,7 @@ def region(
     device: str, low: torch.dtype, on: bool, cache_enabled: bool | None, ops: Any
 ) -> PolicyRegion:
     """The one region of these settings, of which only ``ops`` is still to be validated."""
-    policy = _policy.policy(device, low, ops)
+    policy = policies.policy(device, low, ops)
     key = (device, low, on, cache_enabled, policy)
     if key not in _made:
         _made[key] = PolicyRegion(device, low, on, cache_enabled, policy)
@@ -219,9 +220,9 @@ def region(
 
 def begin(index: int) -> None:
     """In a graph: enter the region of this number."""
-    depth = len(_policy.owners())
+    depth = len(policies.owners())
     _regions[index].__enter__()
-    _compat.when_trace_ends(functools.partial(_unwind, depth))
+    private.when_trace_ends(functools.partial(_unwind, depth))
 
 
 def end(index: int) -> None:
@@ -231,7 +232,7 @@ def end(index: int) -> None:
 
 def _unwind(depth: int) -> None:
     """Leave what a trace that failed had entered."""
-    for owner in reversed(_policy.owners()[depth:]):
+    for owner in reversed(policies.owners()[depth:]):
         owner.__exit__()
 
 
@@ -258,16 +259,16 @@ def traced(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) 
     return Traced(_settled_index(device, dtype, enabled, cache_enabled, ops))
 
 
-@_compat.constant_in_graphs
+@private.constant_in_graphs
 def _settled_index(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> int:
     _allow_in_graphs()
     return build(device, dtype, enabled, cache_enabled, ops).index
 
 
-@_compat.constant_in_graphs
+@private.constant_in_graphs
 def _allow_in_graphs() -> None:
-    _compat.allow_in_graph(begin)
-    _compat.allow_in_graph(end)
+    private.allow_in_graph(begin)
+    private.allow_in_graph(end)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from .._torch import private as _compat
+from .._torch import private
 from ..errors import ArgumentTypeError, AutocastStateError
-from . import engines as _owner
+from . import engines
 from .decorator import decorate
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -44,13 +44,13 @@ _is_cache_enabled = torch.is_autocast_cache_enabled
 _set_cache_enabled = torch.set_autocast_cache_enabled
 
 
-_function_mode_on = _compat.function_mode_enabled
+_function_mode_on = private.function_mode_enabled
 
 
 _is_compiling = torch.compiler.is_compiling
 
 
-_owners = _owner.active
+_owners = engines.active
 
 
 class _Entry(NamedTuple):
@@ -118,7 +118,7 @@ class Region(torch.autocast):
         self.fast_dtype = dtype
         self._enabled = enabled
         self._cache_enabled = cache_enabled  # type: ignore[assignment]  # None: as it is on enter
-        self.custom_backend_name = _compat.privateuse1_name()
+        self.custom_backend_name = private.privateuse1_name()
 
     def __enter__(self) -> Region:
         stack = _thread.stack
@@ -126,7 +126,7 @@ class Region(torch.autocast):
             _owners[-1].tell()
             stack.append((self, None, None, None, 0, None))  # nothing to restore
             return self
-        if _function_mode_on() and _compat.being_exported():
+        if _function_mode_on() and private.being_exported():
             return self._enter_delegate(stack)
         device = self.device
         depth = len(stack)
@@ -179,7 +179,7 @@ class Region(torch.autocast):
         except BaseException:  # an interrupt: do it again, and don't count down twice
             self._restore(enabled, dtype, cache, 0)
             if level:
-                _compat.lower_nesting(level - 1)
+                private.lower_nesting(level - 1)
             raise
         return False
 
@@ -208,7 +208,7 @@ class Region(torch.autocast):
     def _enter_delegate(self, stack: list[_Found]) -> Region:
         # Under export's tracing torch's own object must be the one that enters: it records itself
         # in the graph. A new one each time, since it keeps its state on itself.
-        delegate = _compat.plain_autocast(
+        delegate = private.plain_autocast(
             self.device, self.fast_dtype, self._enabled, self._cache_enabled
         )
         dtype = _get_dtype(self.device)
@@ -285,7 +285,7 @@ class Region(torch.autocast):
 
 # Up to torch 2.12 a cast made under no_grad is cached without a gradient, and a later forward in
 # the same outermost region would find it.
-_CASTS_LACK_GRAD = _compat.torch_version() < (2, 13)
+_CASTS_LACK_GRAD = private.torch_version() < (2, 13)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
-from ..contract import op_names as _opnames
+from .._torch import private
+from ..contract import op_names
 
 __all__ = ["KernelSet", "Kernels", "linger", "temporary_names"]
 
@@ -39,9 +39,9 @@ class Kernels:
         self._libraries: dict[str, Any] = {}
         self._kernels: list[tuple[Any, str, str, Any]] = []
         for (op, key), kernel in kernels.items():
-            namespace, _, name = _opnames.qualified(op).partition("::")
+            namespace, _, name = op_names.qualified(op).partition("::")
             if namespace not in self._libraries:
-                self._libraries[namespace] = _compat.kernel_library(namespace)
+                self._libraries[namespace] = private.kernel_library(namespace)
             self._kernels.append((self._libraries[namespace].impl, name, key, kernel))
 
     def put(self) -> None:
@@ -125,7 +125,7 @@ class KernelSet:
         if _other_threads():
             # Another thread may wait for the GIL inside a kernel, which must not be freed under it.
             pairs = self._over.pairs
-            handles = [_compat.kernel_handle(_opnames.qualified(op), key) for op, key in pairs]
+            handles = [private.kernel_handle(op_names.qualified(op), key) for op, key in pairs]
             if None in handles:
                 _Late(GRACE, self._retire_late).start()
                 return
@@ -196,7 +196,7 @@ def _silence() -> Iterator[None]:
 def _spend_the_warning() -> None:
     # torch warns of the first overridden kernel in a process, whichever it is. Filters of warnings
     # belong to the whole process too, so one is set for this moment only and not at every region.
-    libraries = [_compat.kernel_library("aten") for _ in range(2)]
+    libraries = [private.kernel_library("aten") for _ in range(2)]
     with _silence():
         for library in libraries:
             library.impl("relu", "AutocastPrivateUse1", _unused, True)
@@ -208,4 +208,4 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("there for a moment, and not called")
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

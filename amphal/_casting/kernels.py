@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
-from ..contract import op_names as _opnames
+from .._torch import private
+from ..contract import op_names
 from ..errors import OpPolicyError
 
 __all__ = ["PASS_BY", "Action", "action"]
@@ -30,7 +30,7 @@ _FLOAT, _DOUBLE = torch.float32, torch.float64
 _get_dtype = torch.get_autocast_dtype
 _set_dtype = torch.set_autocast_dtype
 _set_enabled = torch.set_autocast_enabled
-_under_transform = _compat.under_transform
+_under_transform = private.under_transform
 
 
 def action(op: str, policy: str, device: str) -> Action:
@@ -50,12 +50,12 @@ _METHODS: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
     torch.bfloat16: torch.Tensor.bfloat16,
     torch.float16: torch.Tensor.half,
 }
-_FLOATING = frozenset(d for d in _compat.all_dtypes() if d.is_floating_point) - {_DOUBLE}
+_FLOATING = frozenset(d for d in private.all_dtypes() if d.is_floating_point) - {_DOUBLE}
 
 
 def _casts(device: str) -> Callable[[Any, torch.dtype], Any]:
     """``(value, dtype)`` to the value with its eligible tensors cast, in lists too."""
-    is_here = _compat.is_on(device)
+    is_here = private.is_on(device)
     methods, floating = _METHODS, _FLOATING
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -82,12 +82,12 @@ def _eligible(value: Any, device: str) -> Iterator[torch.Tensor]:
 
 def _casting(op: str, device: str, choose: Callable[[Iterable[Any]], torch.dtype]) -> Action:
     """Cast every eligible input to the dtype that ``choose`` names, and call on."""
-    if _opnames.statistics_of(op):
+    if op_names.statistics_of(op):
         return _casting_beside_statistics(op, device, choose)
-    overload = _opnames.op_overload(op)
-    call = _compat.caller(overload)
+    overload = op_names.op_overload(op)
+    call = private.caller(overload)
     cast = _casts(device)
-    composite = _compat.is_composite(overload)
+    composite = private.is_composite(overload)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = choose((*args, *kwargs.values()) if kwargs else args)
@@ -136,15 +136,15 @@ def _casting_beside_statistics(
     autocast leaves a batch norm: statistics in low precision would lose small updates, and the
     weights must have their dtype. To float32 all is cast, and the statistics are written back.
     """
-    overload = _opnames.op_overload(op)
-    call = _compat.caller(overload)
+    overload = op_names.op_overload(op)
+    call = private.caller(overload)
     cast = _casts(device)
     names = [a.name for a in overload._schema.arguments]
     defaults = {
         a.name: a.default_value for a in overload._schema.arguments if a.has_default_value()
     }
-    statistics = _opnames.statistics_of(op)
-    flag = next((n for n in names if n in _opnames.WRITES_IF), None)
+    statistics = op_names.statistics_of(op)
+    flag = next((n for n in names if n in op_names.WRITES_IF), None)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = choose((*args, *kwargs.values()))
@@ -185,9 +185,9 @@ def _promote(op: str, device: str) -> Action:
 
 
 def _as_is(op: str, device: str) -> Action:
-    overload = _opnames.op_overload(op)
-    call = _compat.caller(overload)
-    composite = _compat.is_composite(overload)
+    overload = op_names.op_overload(op)
+    call = private.caller(overload)
+    composite = private.is_composite(overload)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _set_enabled(device, False)
@@ -206,14 +206,14 @@ def _as_is(op: str, device: str) -> Action:
 
 def _pass_by(op: str, device: str) -> Action:
     # Past autocast, not out of it: what the op is made of is still cast.
-    redispatch = _compat.redispatcher(_opnames.op_overload(op))
-    behind = _compat.after_key(_compat.autocast_key(device))
+    redispatch = private.redispatcher(op_names.op_overload(op))
+    behind = private.after_key(private.autocast_key(device))
     return lambda keyset, args, kwargs: redispatch(keyset & behind, *args, **kwargs)
 
 
 def _set_opt_dtype(op: str, device: str) -> Action:
-    overload = _opnames.op_overload(op)
-    call = _compat.caller(overload)
+    overload = op_names.op_overload(op)
+    call = private.caller(overload)
     position = [a.name for a in overload._schema.arguments].index("dtype")
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,8 +231,8 @@ def _set_opt_dtype(op: str, device: str) -> Action:
 
 
 def _append_dtype(op: str, device: str) -> Action:
-    plain = _opnames.op_overload(op)
-    with_dtype = _opnames.op_overload(str(_opnames.dtype_overload(op)))
+    plain = op_names.op_overload(op)
+    with_dtype = op_names.op_overload(str(op_names.dtype_overload(op)))
     defaults = {a.name: a.default_value for a in plain._schema.arguments if a.has_default_value()}
     names = [a.name for a in plain._schema.arguments]
 
@@ -271,4 +271,4 @@ _MAKERS: dict[str, Callable[[str, str], Action]] = {
 }
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
-from ..contract import op_names as _opnames
-from ..contract import registry as _registry
-from ..contract import spelling as _detect
-from ..contract.guard import declared_lists
-from ..contract.op_lists import OpLists
+from .._torch import private
+from ..contract import OpLists, declared_lists, op_names, registry, spelling
 from ..errors import ArgumentError
-from . import installed as _registration
-from . import rules as _install
+from . import installed
+from . import rules as op_rules
 
 __all__ = ["listed_live", "op_lists", "reconcile"]
 
@@ -35,20 +31,20 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
         UnknownDeviceError: no backend is registered for it.
         ArgumentError: torch has no autocast for it.
     """
-    name, _ = _detect.named_device(device_type, what="device_type")
-    backend = _registry.get_backend(name)
+    name, _ = spelling.named_device(device_type, what="device_type")
+    backend = registry.get_backend(name)
     name = backend.device_type
-    if not _compat.autocast_available(name):
+    if not private.autocast_available(name):
         raise ArgumentError(f"torch has no autocast for device type {name!r}")
-    low = torch.get_autocast_dtype(name) if dtype is None else _detect.named_precision(dtype)
+    low = torch.get_autocast_dtype(name) if dtype is None else spelling.named_precision(dtype)
     declared = declared_lists(backend, low)
     live = listed_live(name)
-    if _install.completes(name):
+    if op_rules.completes(name):
         # A region on the device casts what is declared: amphal adds what its extension leaves out.
         # Those kernels are for both dtypes: an op that only the other one casts passes by here.
-        live -= _install.installed(name)
-        live |= frozenset(filter(_opnames.is_defined, dict(declared)))
-    rules = _install.registered_policies(name)
+        live -= op_rules.installed(name)
+        live |= frozenset(filter(op_names.is_defined, dict(declared)))
+    rules = op_rules.registered_policies(name)
     for op, policy in rules.items():
         declared = declared.add(**{policy: [op]})
     # A region may have put a kernel for an op with a rule too, which makes it no temporary one.
@@ -57,10 +53,10 @@ def op_lists(device_type: Any, dtype: Any = None) -> OpLists:
 
 def listed_live(device_type: str) -> frozenset[str]:
     """The ops that torch and its extensions have on this device's autocast key now."""
-    key = _compat.autocast_key(device_type)
-    names = (n.removeprefix("aten::") for n in _compat.registered_ops(key))
-    mine = _registration.temporary_names(key)
-    return frozenset(n for n in names if _opnames.is_defined(n) and n not in mine)
+    key = private.autocast_key(device_type)
+    names = (n.removeprefix("aten::") for n in private.registered_ops(key))
+    mine = installed.temporary_names(key)
+    return frozenset(n for n in names if op_names.is_defined(n) and n not in mine)
 
 
 def reconcile(declared: OpLists, live: Iterable[str]) -> OpLists:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._torch import private
-from ..contract.op_names import is_defined
+from ..contract import is_defined
 from . import installed, policy
 from .live_lists import op_lists
 

@@ -6,7 +6,7 @@ has and, if that does not name the op, does what would have been done without it
 region names has no kernel here and costs nothing.
 
 torch.compile: the policy is also written into thread state that Dynamo guards on
-(``_compat.marker_devices``), so a function compiled under one policy never runs under another. A
+(``private.marker_devices``), so a function compiled under one policy never runs under another. A
 region inside a compiled function is two calls in the graph, :func:`begin` and :func:`end`.
 """
 
@@ -20,15 +20,10 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
-from ..contract import op_names as _opnames
-from ..contract.op_lists import OpLists
-from ..contract.op_lists import expand_lists as _expand_lists
+from .._torch import private
+from ..contract import OpLists, expand_lists, op_names
 from ..errors import AutocastStateError, OpPolicyError
-from . import installed as _registration
-from . import kernels as _kernels
-from . import live_lists as _ops
-from . import rules as _install
+from . import installed, kernels, live_lists, rules
 from .kernels import PASS_BY
 
 __all__ = [
@@ -59,10 +54,10 @@ class Policy:
         self.device = device
         self.given = given
         self.low, self.generation = low, _generation[0]
-        self.key = _compat.autocast_key(device)
-        lists = _ops.op_lists(device, low)
+        self.key = private.autocast_key(device)
+        lists = live_lists.op_lists(device, low)
         builtin = {op: PASS_BY if p == "as_is" else p for op, p in lists}
-        torchs = frozenset(builtin).difference(_install.registered_policies(device))
+        torchs = frozenset(builtin).difference(rules.registered_policies(device))
         content = (frozenset(builtin.items()), torchs)
         self.builtin, self.torchs = _device_lists.setdefault(content, (builtin, torchs))
         if whole:
@@ -82,10 +77,10 @@ def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> P
     """Validate ``ops`` for a device.
 
     Raises:
-        ArgumentTypeError, OpPolicyError: as :func:`amphal._opnames.expand`.
+        ArgumentTypeError, OpPolicyError: as :func:`amphal.contract.op_names.expand`.
     """
     whole = isinstance(ops, OpLists)
-    table = _expand_lists(ops) if isinstance(ops, OpLists) else _opnames.expand(ops)
+    table = expand_lists(ops) if isinstance(ops, OpLists) else op_names.expand(ops)
     if whole:
         table = {op: PASS_BY if policy == "as_is" else policy for op, policy in table.items()}
     content = (device, low, whole, tuple(sorted(table.items())))
@@ -118,15 +113,15 @@ class Effective:
     def __init__(self, tables: dict[str, _Table], builtins: dict[str, Policy]) -> None:
         self.tables = tables
         self.builtins = builtins
-        self.actions: dict[tuple[str, str], _kernels.Action] = {}
+        self.actions: dict[tuple[str, str], kernels.Action] = {}
         changed = {}
         for key, table in tables.items():
             policy = builtins[key]
             for op, wanted in table.items():
                 if not _same(op, wanted, policy.builtin.get(op, PASS_BY)):
-                    self.actions[op, key] = _kernels.action(op, wanted, policy.device)
+                    self.actions[op, key] = kernels.action(op, wanted, policy.device)
                     changed[op, key] = wanted
-        self.kernels = _registration.KernelSet(
+        self.kernels = installed.KernelSet(
             {pair: kernel_of(*pair, builtins[pair[1]]) for pair in self.actions},
             added=[(op, key) for op, key in self.actions if op not in builtins[key].torchs],
         )
@@ -178,12 +173,12 @@ def observe(observer: Any) -> Any:
     return before
 
 
-def _built_in(op: str, key: str, policy: Policy) -> _kernels.Action:
+def _built_in(op: str, key: str, policy: Policy) -> kernels.Action:
     if op not in policy.torchs:
-        return _install.rule_or_pass_by(op, policy.device)
-    handle = _compat.kernel_handle(_opnames.qualified(op), key)
+        return rules.rule_or_pass_by(op, policy.device)
+    handle = private.kernel_handle(op_names.qualified(op), key)
     if handle is None:
-        return _kernels.action(op, policy.builtin[op], policy.device)
+        return kernels.action(op, policy.builtin[op], policy.device)
     call = handle.call_boxed
     return lambda keyset, args, kwargs: call(keyset, *args, **kwargs)
 
@@ -193,7 +188,7 @@ def _same(op: str, wanted: str, builtin: str) -> bool:
     if wanted == "fp32":
         return builtin in ("fp32", "fp32_set_opt_dtype")
     if wanted == "as_is" and builtin == PASS_BY:
-        return not _compat.is_composite(_opnames.op_overload(op))
+        return not private.is_composite(op_names.op_overload(op))
     return wanted == builtin
 
 
@@ -201,7 +196,7 @@ Marks = tuple[tuple[str, torch.dtype], ...]
 _known_marks: dict[frozenset[Any], Marks] = {}
 _effectives: dict[frozenset[Any], Effective] = {}
 _outermost: dict[Policy, Effective] = {}
-_install.on_change(_lists_changed)
+rules.on_change(_lists_changed)
 
 
 def _marks(changes: frozenset[Any]) -> Marks:
@@ -210,11 +205,11 @@ def _marks(changes: frozenset[Any]) -> Marks:
     By their content, so that the marks mean the same in every process that shares a disk cache of
     compiled graphs.
     """
-    if not changes or not _compat.dynamo_guards_on_autocast():
+    if not changes or not private.dynamo_guards_on_autocast():
         return ()
     if changes not in _known_marks:
-        dtypes = _compat.all_dtypes()
-        places = list(_compat.marker_devices())
+        dtypes = private.all_dtypes()
+        places = list(private.marker_devices())
         capacity = len(dtypes) ** len(places)
         taken = set(_known_marks.values())
         digest = hashlib.sha256(repr(sorted(changes)).encode()).digest()
@@ -245,7 +240,7 @@ def _forget() -> None:
     Graphs compiled under a forgotten policy would fit the next one that gets its marks, so Dynamo
     forgets its graphs too. While it traces it cannot, and nothing is forgotten.
     """
-    if not _compat.forget_graphs():
+    if not private.forget_graphs():
         return
     everything = list(_alive)
     # First retire, then count: a thread that enters does it the other way round.
@@ -353,8 +348,8 @@ def _show(before: Effective | None, now: Effective | None) -> None:
     if new is old:
         return
     if not new or not old:
-        _compat.keep_graphs_off_disk(bool(new))
-    found = _compat.marker_devices()
+        private.keep_graphs_off_disk(bool(new))
+    found = private.marker_devices()
     for device, _ in old:
         torch.set_autocast_enabled(device, False)
         torch.set_autocast_dtype(device, found[device])
@@ -363,4 +358,4 @@ def _show(before: Effective | None, now: Effective | None) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -8,15 +8,11 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
-from ..contract import op_names as _opnames
-from ..contract import registry as _registry
-from ..contract import spelling as _detect
-from ..contract.guard import declared_lists
-from ..contract.records import LOW_PRECISION
+from .._torch import private
+from ..contract import LOW_PRECISION, declared_lists, op_names, registry, spelling
 from ..errors import ArgumentError, ArgumentTypeError, BackendError, OpPolicyError
-from . import installed as _registration
-from . import kernels as _kernels
+from . import installed as installer
+from . import kernels as cast_kernels
 
 __all__ = ["AutocastOp", "ensure_kernels", "register_autocast_op", "registered_policies"]
 
@@ -73,35 +69,35 @@ def _agree(device_type: str, dtype: torch.dtype) -> None:
 def _install(device_type: str, dtype: torch.dtype) -> None:
     if device_type in _installed:
         return
-    key = _compat.autocast_key(device_type)
+    key = private.autocast_key(device_type)
     with _lock:
         if device_type in _installed:
             return
         if not completes(device_type):
             _installed[device_type] = frozenset(), None
             return
-        backend = _registry.get_backend(device_type)
+        backend = registry.get_backend(device_type)
         tables = {low: dict(declared_lists(backend, low)) for low in {dtype, *LOW_PRECISION}}
         for op, policy in sorted({pair for table in tables.values() for pair in table.items()}):
-            reason = _opnames.refusal(op, policy) if _opnames.is_defined(op) else None
+            reason = op_names.refusal(op, policy) if op_names.is_defined(op) else None
             if reason is not None:
                 raise BackendError(
                     f"op_lists() of the backend {device_type!r} declares {op!r} {policy!r}, which "
                     f"makes no sense: {reason}"
                 )
-        live = {name.removeprefix("aten::") for name in _compat.registered_ops(key)}
-        live -= _registration.temporary_names(key)
+        live = {name.removeprefix("aten::") for name in private.registered_ops(key)}
+        live -= installer.temporary_names(key)
         missing = frozenset(
             op
             for op in set().union(*tables.values()) - live
-            if _opnames.is_defined(op)
+            if op_names.is_defined(op)
             and not {t.get(op, "as_is") for t in tables.values()} <= {"as_is", "unclassified"}
         )
-        kernels = _registration.Kernels(
+        kernels = installer.Kernels(
             {(op, key): _static(_by_dtype(op, tables, device_type)) for op in sorted(missing)}
         )
         fallthrough = None
-        if not _compat.has_fallthrough(key):
+        if not private.has_fallthrough(key):
             fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             fallthrough.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
         kernels.put()
@@ -110,18 +106,18 @@ def _install(device_type: str, dtype: torch.dtype) -> None:
 
 def _by_dtype(
     op: str, tables: Mapping[torch.dtype, Mapping[str, str]], device_type: str
-) -> _kernels.Action:
+) -> cast_kernels.Action:
     """What the lists of the region's dtype say of ``op``; they may differ between dtypes."""
-    pass_by = _kernels.PASS_BY
+    pass_by = cast_kernels.PASS_BY
     policies = {low: table.get(op, pass_by) for low, table in tables.items()}
     cast_not = ("as_is", "unclassified")
     actions = {
-        low: _kernels.action(op, pass_by if policy in cast_not else policy, device_type)
+        low: cast_kernels.action(op, pass_by if policy in cast_not else policy, device_type)
         for low, policy in policies.items()
     }
     if len(set(policies.values())) == 1:
         return next(iter(actions.values()))
-    other = _kernels.action(op, pass_by, device_type)
+    other = cast_kernels.action(op, pass_by, device_type)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         low = torch.get_autocast_dtype(device_type)
@@ -137,10 +133,10 @@ def installed(device_type: str) -> frozenset[str]:
 
 def completes(device_type: str) -> bool:
     """Whether a region on this device has casts for every declared op, by amphal where need be."""
-    return _compat.autocast_key(device_type) not in _compat.TORCHS_OWN_AUTOCAST
+    return private.autocast_key(device_type) not in private.TORCHS_OWN_AUTOCAST
 
 
-def _static(run: _kernels.Action) -> Callable[..., Any]:
+def _static(run: cast_kernels.Action) -> Callable[..., Any]:
     return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
 
 
@@ -151,8 +147,8 @@ class AutocastOp:
         self.ops = names
         self.policy = policy
         self.device_types = device_types
-        self._kernels: list[_registration.Kernels] = []
-        self._actions: dict[tuple[str, str], _kernels.Action] = {}
+        self._kernels: list[installer.Kernels] = []
+        self._actions: dict[tuple[str, str], cast_kernels.Action] = {}
 
     def remove(self) -> None:
         """Take the rule back: the op is no longer cast on these devices."""
@@ -162,7 +158,7 @@ class AutocastOp:
                     if _rules.get((device, op)) is self:
                         del _rules[device, op]
             for kernels in self._kernels:
-                _registration.linger(kernels)
+                installer.linger(kernels)
             self._kernels.clear()
             _changed()
 
@@ -185,12 +181,12 @@ def _changed() -> None:
         callback()
 
 
-def rule_or_pass_by(op: str, device: str) -> _kernels.Action:
+def rule_or_pass_by(op: str, device: str) -> cast_kernels.Action:
     """What the rule for an op that torch does not list does now; without one, autocast passes by.
 
     Kernels for such an op may outlive its rule, see :class:`amphal._registration.KernelSet`.
     """
-    pass_by = _kernels.action(op, _kernels.PASS_BY, device)
+    pass_by = cast_kernels.action(op, cast_kernels.PASS_BY, device)
     pair = (device, op)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,18 +224,18 @@ def register_autocast_op(
         OpPolicyError: no such op, a policy that makes no sense for it, or one that is listed on
             one of the devices already (``autocast(ops=...)`` changes those). Nothing was changed.
     """
-    table = _opnames.expand({_name(op): policy})
+    table = op_names.expand({_name(op): policy})
     devices = _devices(device_types)
     with _lock:
         for device in devices:
-            key = _compat.autocast_key(device)
+            key = private.autocast_key(device)
             # What a region left for other threads' sake does not count: it does what rules say.
-            left = _registration.temporary_names(key) - _registration.temporary_names(key, True)
+            left = installer.temporary_names(key) - installer.temporary_names(key, True)
             left -= {name for name in table if (device, name) in _rules}
             listed = [
                 name
                 for name in table
-                if name not in left and _compat.has_kernel(_opnames.qualified(name), key)
+                if name not in left and private.has_kernel(op_names.qualified(name), key)
             ]
             if listed:
                 rule = _rules.get((device, listed[0]))
@@ -253,10 +249,12 @@ def register_autocast_op(
                 )
         rule = AutocastOp(tuple(table), policy, devices)
         for device in devices:
-            key = _compat.autocast_key(device)
-            rule._actions.update({(device, n): _kernels.action(n, policy, device) for n in table})
+            key = private.autocast_key(device)
+            rule._actions.update(
+                {(device, n): cast_kernels.action(n, policy, device) for n in table}
+            )
             run = {(n, key): _static(rule_or_pass_by(n, device)) for n in table}
-            kernels = _registration.Kernels(run)
+            kernels = installer.Kernels(run)
             kernels.put()
             rule._kernels.append(kernels)
             _rules.update({(device, name): rule for name in table})
@@ -280,10 +278,10 @@ def _name(op: Any) -> str:
 
 def _has_backend(device_type: str) -> bool:
     """Whether torch has autocast for it, and amphal a backend that loads."""
-    if not _compat.autocast_available(device_type):
+    if not private.autocast_available(device_type):
         return False
     try:
-        _registry.get_backend(device_type)
+        registry.get_backend(device_type)
     except BackendError:
         return False
     return True
@@ -291,11 +289,11 @@ def _has_backend(device_type: str) -> bool:
 
 def _devices(device_types: Any) -> tuple[str, ...]:
     if device_types is None:
-        return tuple(n for n in _registry.known_names() if _has_backend(n))
+        return tuple(n for n in registry.known_names() if _has_backend(n))
     given = [device_types] if isinstance(device_types, str) else list(device_types)
-    names = [_detect.named_device(d, what="device_types")[0] for d in given]
+    names = [spelling.named_device(d, what="device_types")[0] for d in given]
     for name in names:
-        _registry.get_backend(name)
-        if not _compat.autocast_available(name):
+        registry.get_backend(name)
+        if not private.autocast_available(name):
             raise ArgumentError(f"torch has no autocast for device type {name!r}")
     return tuple(dict.fromkeys(names))

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._torch import matmul as _matmul
-from ..contract.guard import answering, failing_as, shown
-from ..contract.records import LOW_PRECISION, Backend, DtypeSupport, Hardware, ScalerSupport
-from ..contract.spelling import short_name
+from .._torch import PRECISIONS
+from .._torch import matmul as fp32_matmul
+from ..contract import (
+    LOW_PRECISION,
+    Backend,
+    DtypeSupport,
+    Hardware,
+    ScalerSupport,
+    answering,
+    failing_as,
+    short_name,
+    shown,
+)
 from ..errors import ArgumentError, ArgumentTypeError, BackendError, UnsupportedPrecisionError
 
 if TYPE_CHECKING:
@@ -56,9 +65,9 @@ class Choice:
             raise UnsupportedPrecisionError(
                 f"Plan: dtype must be bfloat16, float16 or float32, got {self.dtype!r}"
             )
-        if self.matmul_precision not in (None, *_matmul.PRECISIONS):
+        if self.matmul_precision not in (None, *PRECISIONS):
             raise ArgumentError(
-                f"Plan: matmul_precision must be one of {', '.join(_matmul.PRECISIONS)} or None, "
+                f"Plan: matmul_precision must be one of {', '.join(PRECISIONS)} or None, "
                 f"got {self.matmul_precision!r}"
             )
         support = {dtype: self.support.get(dtype, _MISSING) for dtype in LOW_PRECISION}
@@ -87,7 +96,7 @@ class Choice:
         The setting is torch's own, of the whole process, and put back at the end. A plan without
         one (every plan of :func:`detect`) changes nothing.
         """
-        return _matmul.matmul_precision(self.matmul_precision)
+        return fp32_matmul.matmul_precision(self.matmul_precision)
 
     def explain(self) -> str:
         """The plan and its reasons as a paragraph that a person reads."""

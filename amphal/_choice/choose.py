@@ -1,4 +1,4 @@
-"""``detect()``: asks the machine, and lets the pure rules of ``_plan`` choose."""
+"""``detect()``: asks the machine, and lets the pure rules of ``choice`` choose."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from .. import _environment as _env
-from .._torch import private as _compat
+from .. import _environment
+from .._torch import private
 from .._warnings import warn
-from ..contract import registry as _registry
-from ..contract.guard import answering, failing_as, reason_of, shown
-from ..contract.records import Availability, Backend, Hardware, ScalerSupport
-from ..contract.spelling import DeviceLike, PrecisionLike, named_device, named_precision
+from ..contract import (
+    Availability,
+    Backend,
+    DeviceLike,
+    Hardware,
+    PrecisionLike,
+    ScalerSupport,
+    answering,
+    failing_as,
+    named_device,
+    named_precision,
+    reason_of,
+    registry,
+    shown,
+)
 from ..errors import AmphalError, BackendError, DeviceNotAvailableError, PrecisionWarning
-from . import choice as _plan
+from . import choice
 from .choice import Choice
 
 __all__ = [
@@ -32,7 +43,7 @@ __all__ = [
 
 def require_available(backend: Backend, named: str) -> None:
     """Raise :class:`DeviceNotAvailableError` unless the backend's device can be used now."""
-    answer = _registry.availability(backend)
+    answer = registry.availability(backend)
     if not answer:
         raise DeviceNotAvailableError(
             f"{named!r} was asked for, but is not available here: {answer.reason}. "
@@ -43,8 +54,8 @@ def require_available(backend: Backend, named: str) -> None:
 
 def _available() -> str:
     """The devices that can be used, without importing a plug-in that nobody named."""
-    loaded, others = _registry.loaded_backends()
-    names = sorted(b.device_type for b in loaded if _registry.availability(b))
+    loaded, others = registry.loaded_backends()
+    names = sorted(b.device_type for b in loaded if registry.availability(b))
     unasked = f" (not asked, since not named: {', '.join(others)})" if others else ""
     return (", ".join(names) or "nothing") + unasked
 
@@ -63,8 +74,8 @@ def _probe(backend: Backend, index: int | None) -> Hardware:
 
 
 def _scaler_of(hardware: Hardware) -> tuple[Backend, ScalerSupport]:
-    backend = _registry.get_backend(hardware.device_type)
-    return backend, _plan.facts(backend, hardware)[1]
+    backend = registry.get_backend(hardware.device_type)
+    return backend, choice.facts(backend, hardware)[1]
 
 
 def _known_to_torch(device_type: str) -> bool:
@@ -92,7 +103,7 @@ def _usable(backend: Backend) -> Hardware:
         DeviceNotAvailableError, BackendError: why the device cannot be chosen unasked.
     """
     hardware = _probe(backend, None)
-    _plan.facts(backend, hardware)
+    choice.facts(backend, hardware)
     _current_index(backend)
     if not _known_to_torch(backend.device_type):
         raise DeviceNotAvailableError(
@@ -104,11 +115,11 @@ def _usable(backend: Backend) -> Hardware:
 
 def _best() -> tuple[Backend, Hardware, list[str]]:
     """The available backend of highest priority that a plan can be made of."""
-    backends = [r.backend for r in _registry.registered_backends().values() if r.backend]
+    backends = [r.backend for r in registry.registered_backends().values() if r.backend]
     backends.sort(key=lambda b: (-b.priority, b.device_type))
     passed: list[str] = []
     for backend in backends:
-        answer = _registry.availability(backend)
+        answer = registry.availability(backend)
         if answer:
             try:
                 hardware = _usable(backend)
@@ -133,20 +144,22 @@ def _named(device: object, precision: object) -> tuple[torch.dtype | None, str]:
     if not (isinstance(precision, str) and precision.lower() == "auto"):
         return named_precision(precision, "precision"), f"precision={precision!r}"
     # A Hardware is a question about another machine: this one's environment has no say in it.
-    env_precision = "" if isinstance(device, Hardware) else _env.read(_env.PRECISION)
+    env_precision = (
+        "" if isinstance(device, Hardware) else _environment.read(_environment.PRECISION)
+    )
     auto = env_precision.lower() in ("", "auto")
-    dtype = None if auto else named_precision(env_precision, what=_env.PRECISION)
-    return dtype, f"{_env.PRECISION}={env_precision}"
+    dtype = None if auto else named_precision(env_precision, what=_environment.PRECISION)
+    return dtype, f"{_environment.PRECISION}={env_precision}"
 
 
 def _resolve(device: object, precision: object) -> tuple[Choice, str, Backend | None]:
-    env_device = "" if device is not None else _env.read(_env.DEVICE)
+    env_device = "" if device is not None else _environment.read(_environment.DEVICE)
     dtype, by = _named(device, precision)
 
     if isinstance(device, Hardware):
-        backend = _registry.get_backend(device.device_type)
+        backend = registry.get_backend(device.device_type)
         where = _torch_device(device.device_type, device.index)
-        plan, warning = _plan.decide(
+        plan, warning = choice.decide(
             backend, device, where, dtype, by, ["for the hardware you described"]
         )
         return plan, warning, None
@@ -155,16 +168,16 @@ def _resolve(device: object, precision: object) -> tuple[Choice, str, Backend | 
         backend, hardware, reasons = _best()
         index = None
     else:
-        what = "device" if device is not None else _env.DEVICE
+        what = "device" if device is not None else _environment.DEVICE
         given = device if device is not None else env_device.lower()
         device_type, index = named_device(given, what, also="an amphal.Hardware")
-        backend = _registry.get_backend(device_type)
+        backend = registry.get_backend(device_type)
         named = device_type if index is None else f"{device_type}:{index}"
         require_available(backend, named)
         hardware = _probe(backend, index)
         reasons = [f"you named {named}" if device is not None else f"{what}={env_device}"]
     where = _torch_device(backend.device_type, index)
-    plan, warning = _plan.decide(backend, hardware, where, dtype, by, reasons)
+    plan, warning = choice.decide(backend, hardware, where, dtype, by, reasons)
     return plan, warning, backend if index is None else None
 
 
@@ -221,7 +234,7 @@ def generation() -> int:
 def _cache_clear() -> None:
     """Forget every answer and the environment: after a device was plugged in, or in tests."""
     _generation[0] += 1
-    _env.forget()
+    _environment.forget()
     _cache.clear()
     _warned.clear()
     for callback in _listeners:
@@ -261,13 +274,13 @@ def _detect(
     With a process group, what one rank raises is raised on all of them.
     """
     if process_group is not None:
-        from . import ranks as _agree
+        from . import ranks
 
-        return _agree.detect(
+        return ranks.detect(
             process_group,
             lambda: (_detect(device, precision=precision), _named(device, precision)[0]),
-            lambda plan: _plan.has_scaler(*_scaler_of(plan.hardware)),
-            _plan.choose,
+            lambda plan: choice.has_scaler(*_scaler_of(plan.hardware)),
+            choice.choose,
         )
     key = (device, precision)
     try:
@@ -296,7 +309,7 @@ def _detect(
 _detect.__name__ = _detect.__qualname__ = "detect"
 _detect.cache_clear = _cache_clear  # type: ignore[attr-defined]
 detect = cast(_Detect, _detect)
-_registry.on_change(_cache_clear)
+registry.on_change(_cache_clear)
 
 
-_compat.not_as_frames(__name__)
+private.not_as_frames(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..contract.records import DtypeSupport
+from ..contract import DtypeSupport
 from ..errors import AmphalError, ArgumentError, ArgumentTypeError, BackendError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _why(
 
 
 def _name(dtype: torch.dtype) -> str:
-    from ..contract.spelling import short_name
+    from ..contract import short_name
 
     return short_name(dtype)
 

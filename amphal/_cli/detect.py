@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from .._front import Plan, detect
-from ..contract import registry as _registry
+from ..contract import registry
 from ..errors import AmphalError, PrecisionWarning
 from . import output
 
@@ -19,7 +19,7 @@ __all__ = ["add", "run"]
 def _rows() -> list[dict[str, Any]]:
     """A row a backend: is it usable here, why not, and the plan that it would get."""
     out: list[dict[str, Any]] = []
-    for row in _registry.registered_backends().values():
+    for row in registry.registered_backends().values():
         backend = row.backend
         found: dict[str, Any] = {
             "name": row.name,
@@ -30,7 +30,7 @@ def _rows() -> list[dict[str, Any]]:
             "plan": None,
         }
         if backend is not None:
-            answer = _registry.availability(backend)
+            answer = registry.availability(backend)
             found["available"], found["reason"] = answer.ok, answer.reason
             if answer:
                 try:

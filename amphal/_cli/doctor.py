@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from .._doctor import examine
-from .._trace.script import script_file
+from .._trace import script_file
 from . import output
 
 __all__ = ["add", "run"]

@@ -7,8 +7,7 @@ import warnings
 from typing import Any
 
 from .._front import Plan, detect
-from ..contract.known_hardware import KnownHardware, known_hardware
-from ..contract.spelling import short_name
+from ..contract import KnownHardware, known_hardware, short_name
 from ..errors import ArgumentError, did_you_mean
 from . import output
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .._casting.live_lists import op_lists
+from .._casting import op_lists
 from ..errors import OpPolicyError, did_you_mean
 from . import output
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._trace.script import run_script, script_file
-from .._trace.trace import trace
+from .._trace import run_script, script_file, trace
 from ..errors import ArgumentError
 
 __all__ = ["add", "run"]

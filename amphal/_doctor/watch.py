@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._casting import observe
-from .._casting.live_lists import op_lists
+from .._casting import observed, op_lists
 from .._scaler import GradScaler
-from .._torch.nested import tensors_in
-from .._trace.recorder import user_line
-from .._trace.script import run_script
+from .._torch import tensors_in
+from .._trace import run_script, user_line
 from ..contract import registry
 from .findings import Finding
 from .source import named_devices
@@ -302,7 +300,7 @@ def _watching(watch: _Watch, devices: tuple[str, ...]) -> Iterator[None]:
                 undo.enter_context(_patched(module, name, clip))
         undo.callback(register_optimizer_step_pre_hook(before_step).remove)
         banned = frozenset(op for op, policy in watch.banned.items() if policy == "banned")
-        undo.enter_context(observe.observed(watch.listed, banned, devices))
+        undo.enter_context(observed(watch.listed, banned, devices))
         undo.enter_context(_Devices(watch))
         yield
 

@@ -3,3 +3,7 @@
 ``search`` finds the weights, ``trial`` proves equal bits on examples, ``stored`` keeps what was
 done on the model, ``readers`` and ``torch_modules`` know who reads a weight.
 """
+
+from .precast import full_precision_state_dict, precast_, undo_precast_
+
+__all__ = ["full_precision_state_dict", "precast_", "undo_precast_"]

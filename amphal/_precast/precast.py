@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _front as _detect
-from .._casting import live_lists as _ops
+from .. import _front
+from .._casting import op_lists
 from .._front import Plan
-from ..contract.records import LOW_PRECISION
-from ..contract.spelling import short_name
+from ..contract import LOW_PRECISION, short_name
 from ..errors import ArgumentError, ArgumentTypeError, PrecastError
 from .readers import weights_of
 from .search import Job
@@ -130,7 +129,7 @@ def precast_(
         )
     if low not in LOW_PRECISION:
         return _report(low, state, {w.name: "the plan is full precision" for w in frozen}, ())
-    lowered = frozenset(_ops.op_lists(device_type, low).lower_precision)
+    lowered = frozenset(op_lists(device_type, low).lower_precision)
     if state is None:
         state = State(low, device_type, lowered)
     done = {name for s in state.stored.values() for name in s.names}
@@ -162,7 +161,7 @@ def _check(model: nn.Module) -> None:
 
 def _plan_for(model: nn.Module) -> Plan:
     frozen = next((w.param for w in weights_of(model) if not w.param.requires_grad), None)
-    return _detect.detect(None if frozen is None else frozen.device)
+    return _front.detect(None if frozen is None else frozen.device)
 
 
 def undo_precast_(

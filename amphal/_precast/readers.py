@@ -16,8 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import private as _compat
-from .._torch.nested import tensors_in
+from .._torch import private, tensors_in
 from .torch_modules import FUSED_LAYER_CASTS
 
 __all__ = ["Conversions", "Reads", "Weight", "unfit", "weights_of"]
@@ -124,7 +123,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.others: dict[str, str] = {}
 
     def __enter__(self) -> Reads:
-        self._state = _compat.dispatch_state()
+        self._state = private.dispatch_state()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -136,7 +135,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fused = FUSED_LAYER_CASTS.get(name)
         if fused is not None:
             # The ops in its kernel are cast, which they are not below a mode.
-            with _compat.in_dispatch_state(self._state):
+            with private.in_dispatch_state(self._state):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)

@@ -9,7 +9,7 @@ from torch import nn
 
 from .._front import Plan
 from ..errors import PrecastError
-from . import torch_modules as _stock
+from . import torch_modules
 from .readers import Conversions, Reads, Weight, unfit
 from .stored import State, Stored, policy_changes
 from .trial import Mode, Outcome, Trial
@@ -62,18 +62,18 @@ class Job:
             reason = "a check on this layer takes it off its fused kernel: precast what holds it"
             reasons = {id(w.param): reason for w in weights} | reasons
         with self.plan.autocast():
-            reasons = _stock.dtype_picks_path(self.model) | reasons
+            reasons = torch_modules.dtype_picks_path(self.model) | reasons
         return self._without(weights, {w.name: reasons.get(id(w.param), "") for w in weights})
 
     def _known(self, weights: list[Weight]) -> list[Weight]:
-        foreign = _stock.foreign(self.model)
+        foreign = torch_modules.foreign(self.model)
         if foreign:
             return self._without(weights, dict.fromkeys((w.name for w in weights), foreign))
         if policy_changes(self.state.device_type):
             reason = "a casting policy (ops=) is in force: give example_inputs"
             return self._without(weights, dict.fromkeys((w.name for w in weights), reason))
         with self.plan.autocast():
-            unknown = _stock.unknown_consumer
+            unknown = torch_modules.unknown_consumer
             reasons = {w.name: unknown(self.model, w.names, self.lowered) for w in weights}
         return self._without(weights, reasons)
 

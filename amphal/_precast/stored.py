@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._autocast.pin import STORED_MARK
+from .._autocast import STORED_MARK
 from .._casting import policy
-from .._torch import private as _compat
-from ..contract.spelling import short_name
+from .._torch import private
+from ..contract import short_name
 from ..errors import PrecastError, StateDictError
 from .readers import Weight
 from .torch_modules import FusedLayer, fused_layers
@@ -153,7 +153,7 @@ class State:
                 f"{type(module).__name__} was precast under another casting policy (ops=): "
                 f"precast_ it in the region that it runs in. {_BACK}"
             )
-        if not self.vmap_inside and _compat.under_vmap():
+        if not self.vmap_inside and private.under_vmap():
             if not self.trying:
                 raise PrecastError(
                     f"{type(module).__name__} was precast without torch.func.vmap around it, in "
@@ -236,12 +236,12 @@ def policy_changes(device_type: str) -> Changes:
     effective = policy.active()
     if effective is None:
         return ()
-    key = _compat.autocast_key(device_type)
+    key = private.autocast_key(device_type)
     tables = effective.tables
     return tuple(sorted((op, tables[k][op]) for op, k in effective.actions if k == key))
 
 
-@_compat.constant_in_graphs
+@private.constant_in_graphs
 def _policy_fits(device_type: str, then: Changes, lowered: tuple[str, ...]) -> bool:
     """Whether the policy in force casts to the low precision what it did then."""
     now = policy_changes(device_type)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .._torch import private as _compat
+from .._torch import private
 
 __all__ = [
     "FUSED_LAYER_CASTS",
@@ -114,7 +114,7 @@ def unknown_consumer(model: nn.Module, names: tuple[str, ...], lowered: frozense
         if any(_is_changed(module) for module in chain):
             return f"a hook or a replaced forward might read it as well: {_ASK}"
         needed = _OWN[type(owner)]
-        if any(isinstance(module, _FUSED) for module in chain) and not _compat.fused_paths_off():
+        if any(isinstance(module, _FUSED) for module in chain) and not private.fused_paths_off():
             needed = needed | _ATTENTION | _FEED_FORWARD
         if not needed <= lowered:
             return f"autocast does not cast for {', '.join(sorted(needed - lowered))}"
@@ -137,7 +137,7 @@ def dtype_picks_path(model: nn.Module) -> dict[int, str]:
     ``nn.MultiheadAttention`` takes its fused kernel where the input has the dtype of the packed
     weights. Within a layer of ``nn.TransformerEncoder`` the layer's own fused kernel comes first.
     """
-    if _compat.fused_paths_off():
+    if private.fused_paths_off():
         return {}
     covered = {
         id(layer.self_attn)

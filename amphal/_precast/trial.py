@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch.nested import fields_of, is_record
+from .._torch import fields_of, is_record
 from ..errors import ArgumentError
 from .stored import same_bits
 

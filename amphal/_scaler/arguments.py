@@ -8,19 +8,15 @@ from typing import Any
 
 import torch
 
-from .._choice import choice as _plan
-from .._choice import choose as _detect
-from .._choice.choose import Choice
-from ..contract import guard as _ask
-from ..contract import registry as _registry
-from ..contract.records import Hardware, ScalerSupport
+from .._choice import Choice, choice, choose
+from ..contract import Hardware, ScalerSupport, guard, registry
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
     DeviceNotAvailableError,
     ScalerStateError,
 )
-from . import gradients as _grads
+from . import gradients
 
 __all__ = [
     "LARGEST",
@@ -105,7 +101,7 @@ def bounds(min_scale: object, max_scale: object) -> tuple[float, float]:
         given = number(name, value, -math.inf, math.inf, rule)
         if not SMALLEST <= given <= LARGEST:
             raise ArgumentError(f"{name} must be {rule}, got {value!r}")
-        values.append(_grads.float32(given))
+        values.append(gradients.float32(given))
     low, high = values
     if low > high:
         raise ArgumentError(
@@ -118,7 +114,7 @@ def scale(name: str, value: object, low: float, high: float) -> float:
     """A scale inside the bounds."""
     rule = f"from min_scale ({low:g}) to max_scale ({high:g})"
     given = number(name, value, -math.inf, math.inf, rule)
-    if not low <= _grads.float32(given) <= high:
+    if not low <= gradients.float32(given) <= high:
         raise ArgumentError(f"{name} must be {rule}, got {value!r}")
     return given
 
@@ -161,18 +157,18 @@ def plan_for(device: Any, enabled: bool | None) -> tuple[str, Choice | None]:
         )
     if enabled is False and device is not None:
         # "Off" asks nothing of the device, so it may be absent; it must be a device all the same.
-        return _registry.get_backend(_detect.named_device(device)[0]).device_type, None
+        return registry.get_backend(choose.named_device(device)[0]).device_type, None
     if isinstance(device, str):
-        _detect.named_device(device)
-    plan = _detect.detect(device)
+        choose.named_device(device)
+    plan = choose.detect(device)
     return plan.device.type, plan
 
 
 def support_of(plan: Choice) -> tuple[ScalerSupport, Any]:
     """What a scaler can count on there, and the vendor's own scaler class or None."""
-    backend = _registry.get_backend(plan.hardware.device_type)
-    support = _plan.facts(backend, plan.hardware)[1]
-    vendor = None if support.detects_overflow else _ask.vendor_scaler(backend)
+    backend = registry.get_backend(plan.hardware.device_type)
+    support = choice.facts(backend, plan.hardware)[1]
+    vendor = None if support.detects_overflow else guard.vendor_scaler(backend)
     return support, vendor
 
 

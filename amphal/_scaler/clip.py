@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .._torch import private as _compat
+from .._torch import private
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
     ScalerStateError,
 )
-from . import arguments as _scaler_rules
-from . import gradients as _grads
+from . import arguments, gradients
 from .norms import (
     _clip_unscaled,
     _coefficient,
@@ -46,7 +45,7 @@ def clip(
     """See :meth:`GradScaler.clip_grad_norm_`."""
     max_norm, norm_type = _arguments(max_norm, norm_type, error_if_nonfinite)
     if hasattr(what, "param_groups"):
-        params = _grads.params_of(_scaler_rules.optimizer(what))
+        params = gradients.params_of(arguments.optimizer(what))
     else:
         what, params = None, _parameters(what)
     with torch.no_grad():
@@ -71,7 +70,7 @@ def _several_ranks() -> bool:
 
 def _refuse_flattened(params: list[Tensor]) -> None:
     """FSDP1's shards are plain tensors: their norm would be another one on each rank."""
-    if any(map(_compat.is_fsdp1_shard, params)):
+    if any(map(private.is_fsdp1_shard, params)):
         raise ArgumentError(
             "clip_grad_norm_() was given parameters of FullyShardedDataParallel, of which this "
             "rank has a shard as plain tensors, so it cannot tell the norm of the whole model: "
@@ -92,7 +91,7 @@ def _refuse_together(scaler: Stepper, what: Any, params: list[Tensor], norm_type
         inverse = scale.reciprocal() if scaled else torch.ones_like(scale)
     total = _exact_norm(params, inverse, norm_type)
     device = params[0].device if params else total.device  # without gradients total is the CPU's
-    flags = scaler._all_reduce(_grads.nonfinite_flag(total).reshape(1).to(device))
+    flags = scaler._all_reduce(gradients.nonfinite_flag(total).reshape(1).to(device))
     if flags.item():
         scaler._forget_untouched()
         _raise_nonfinite(scaler, norm_type, params)
@@ -149,9 +148,9 @@ def _clip_optimizer(
         raise out_of_order("clip_grad_norm_", state)
     if state.stage is OptState.UNSCALED:
         scaler._take_newcomers(optimizer, state)
-    params = _grads.params_of(optimizer)
+    params = gradients.params_of(optimizer)
     groups = scaler._gather(optimizer, coalesce=True)
-    folds = bool(groups) and _grads.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
+    folds = bool(groups) and gradients.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
     if state.stage is OptState.READY and not folds:
         if error_if_nonfinite:  # first, so that an error leaves the gradients as they were
             exact = _exact_norm(params, scale.reciprocal(), norm_type)
@@ -159,8 +158,8 @@ def _clip_optimizer(
         scaler.unscale_(optimizer)
     if state.stage is OptState.UNSCALED:
         total = _clip_unscaled(scaler, params, max_norm, norm_type, error_if_nonfinite)
-        flag = _grads.nonfinite_flag(total)
-        if groups and (not _grads.is_plain(groups) or _grads.host_value(flag) is None):
+        flag = gradients.nonfinite_flag(total)
+        if groups and (not gradients.is_plain(groups) or gradients.host_value(flag) is None):
             # The host cannot see a norm that overflowed though every gradient is finite, so the
             # coefficient was 0: skip the step.
             seen = state.found_inf_per_device.get(flag.device)
@@ -182,7 +181,7 @@ def _clip_optimizer(
             _refuse_nonfinite(scaler, exact, norm_type, params)
         scaler.unscale_(optimizer)
         return _clip_unscaled(scaler, params, max_norm, norm_type, False, ask=True)
-    flag = _grads.nonfinite_flag(total)
+    flag = gradients.nonfinite_flag(total)
     state.found_inf_per_device = {flag.device: flag}
     state.stage = OptState.UNSCALED
     state.params = params
@@ -222,7 +221,7 @@ def _clip_params(
     inverse = scale.reciprocal()
     exact = not _can_fold(scaler, max_norm, norm_type)
     # Ranks whose plain gradients differ would part here, and the exact norm is a collective.
-    plain = _grads.is_plain(_grads.gather(params))
+    plain = gradients.is_plain(gradients.gather(params))
     if not exact:
         scaled = total_norm(params, norm_type)
         total = (scaled * inverse.to(scaled.device)).to(scaled.dtype)
@@ -235,7 +234,7 @@ def _clip_params(
                 total, coefficient = found
                 if error_if_nonfinite:
                     _refuse_nonfinite(scaler, total, norm_type, params)
-                multiply_by(_grads.gather(params), coefficient)
+                multiply_by(gradients.gather(params), coefficient)
                 return total
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
@@ -245,14 +244,14 @@ def _clip_params(
     limit = torch.where(
         total.isfinite(), _coefficient(total, max_norm), torch.full_like(total, math.nan)
     )
-    _multiply(_grads.gather(params), limit)
+    _multiply(gradients.gather(params), limit)
     return total
 
 
 def _exact_norm(params: list[Tensor], inverse: Tensor, norm_type: float) -> Tensor:
     """The norm of the unscaled gradients, finite wherever it fits; waits for the device."""
     total = unscaled_norm(params, inverse, norm_type)
-    if _grads.is_plain(_grads.gather(params)) and overflowed(total, ask=True):
+    if gradients.is_plain(gradients.gather(params)) and overflowed(total, ask=True):
         found = norm_and_coefficient(params, inverse, norm_type, math.inf)
         total = total if found is None else found[0]
     return total
@@ -264,7 +263,7 @@ def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
     for state in scaler._per_optimizer_states.values():
         if state.stage is OptState.READY or state.optimizer is None:
             continue
-        own = ids & {id(param) for param in _grads.params_of(state.optimizer)}
+        own = ids & {id(param) for param in gradients.params_of(state.optimizer)}
         if own and (state.stage is OptState.STEPPED or state.divisor is not None):
             raise ScalerStateError(
                 "clip_grad_norm_() was called for parameters whose optimizer was "

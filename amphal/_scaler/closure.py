@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ..errors import ScalerStateError
-from . import gradients as _grads
+from . import gradients
 from .optimizers import drop_stale_casts, out_of_order
 from .outcome import StepOutcome
 from .step import Stepper
@@ -90,7 +90,7 @@ def _finish(
 
 def _remember(scaler: Stepper, optimizer: Any) -> None:
     """These gradients are spent: the next step must not take them for new ones."""
-    grads = [param.grad for param in _grads.params_of(optimizer) if param.grad is not None]
+    grads = [param.grad for param in gradients.params_of(optimizer) if param.grad is not None]
     scaler._spent[optimizer] = [(weakref.ref(grad), grad._version) for grad in grads]
 
 
@@ -120,7 +120,7 @@ class _Evaluation:
         """
         if self._scaler._scale_calls == self._scaler._calls_at_update:
             return False
-        grads = [p.grad for p in _grads.params_of(self._optimizer) if p.grad is not None]
+        grads = [p.grad for p in gradients.params_of(self._optimizer) if p.grad is not None]
         spent = {
             id(old()): version for old, version in self._scaler._spent.get(self._optimizer) or []
         }

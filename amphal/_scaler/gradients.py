@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import private as _compat
+from .._torch import private
 
 __all__ = [
     "Groups",
@@ -140,7 +140,7 @@ def _extremes(grads: list[Tensor]) -> Tensor | None:
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return None
-    if grads[0].device.type in _compat.foreach_devices():
+    if grads[0].device.type in private.foreach_devices():
         return torch.stack(torch._foreach_norm(grads, float("inf")))
     # Where foreach ops are loops, an inf-norm is several times slower than a minimum and maximum.
     return torch.stack([extreme for grad in grads for extreme in torch.aminmax(grad)])

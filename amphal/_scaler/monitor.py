@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError, did_you_mean
 from . import arguments as rules
-from . import gradients as _grads
+from . import gradients
 from .norms import total_norm
 from .optimizers import drop_stale_casts, is_fused, needs_host
 from .outcome import StepOutcome
@@ -89,7 +89,7 @@ def _unscaled_norm(
     for key, state in scaler._per_optimizer_states.items():
         owner = state.get("optimizer", watched if key == id(watched) else None)
         if owner is not None:
-            own = [rest.pop(id(p)) for p in _grads.params_of(owner) if id(p) in rest]
+            own = [rest.pop(id(p)) for p in gradients.params_of(owner) if id(p) in rest]
             norms.append(_norm_over(own, _carried_scale(state, scale)))
         elif state["stage"] is not OptState.READY and not hasattr(watched, "param_groups"):
             raise ArgumentError(
@@ -184,7 +184,7 @@ class GradMonitor:
     def _params(self) -> list[Tensor]:
         if isinstance(self._watched, torch.nn.Module):
             return list(self._watched.parameters())
-        return _grads.params_of(self._watched)
+        return gradients.params_of(self._watched)
 
     @torch.no_grad()
     def observe(
@@ -207,7 +207,7 @@ class GradMonitor:
         log = norm.log()  # -inf for a norm of 0, which is no spike
         median = _median(logs)
         spread = (_median((logs - median).abs()) * _MAD).clamp(min=_LEAST_SPREAD)
-        bad = _grads.nonfinite_flag(norm)
+        bad = gradients.nonfinite_flag(norm)
         warm = counts[0] >= self._warmup
         spike = (warm & (bad == 0) & (log > median + self._threshold * spread)).to(torch.float32)
         # A norm that is not finite, or 0, is not remembered: it says nothing about the usual one.
@@ -257,7 +257,7 @@ class GradMonitor:
             vetoes = {"none": None, "nonfinite": bad, "spike": torch.maximum(bad, spike)}
             veto = vetoes[self._skip]
             if veto is not None and scaler is not None and scaler.process_group is not None:
-                device = _grads.params_of(optimizer)[0].device  # a rank may have no gradient yet
+                device = gradients.params_of(optimizer)[0].device  # a rank may have no gradient yet
                 votes = veto.reshape(1).to(device, copy=True)
                 veto = scaler._all_reduce(votes).reshape(())
             result = self._step_alone(optimizer, veto)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFiniteGradientError
-from . import gradients as _grads
-from . import names as _grad_names
+from . import gradients
+from . import names as grad_names
 from .scale import Scale
 
 
@@ -27,10 +27,10 @@ def total_norm(params: Iterable[Tensor], norm_type: float) -> Tensor:
             grads.append(grad)
     squares: list[Tensor] = []
     if norm_type == 2.0:
-        squares, grads = _grads.squares_of_large(grads)
+        squares, grads = gradients.squares_of_large(grads)
     kinds: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        kinds.setdefault(_grads.kind_of(grad), []).append(grad)
+        kinds.setdefault(gradients.kind_of(grad), []).append(grad)
     norms = [square.sqrt() for square in squares]
     for alike in kinds.values() if kinds or squares else [[]]:
         norms.append(_norm_of(alike, norm_type))
@@ -95,7 +95,7 @@ def overflowed(total: Tensor, *, ask: bool) -> bool:
     """Whether this norm is not finite, where the host sees it or may ``ask`` the device."""
     if torch.compiler.is_compiling():
         return False
-    seen = _grads.host_value(_grads.nonfinite_flag(total))
+    seen = gradients.host_value(gradients.nonfinite_flag(total))
     return bool(seen) if seen is not None or not ask else not bool(total.isfinite())
 
 
@@ -114,7 +114,7 @@ def norm_and_coefficient(
             grad = grad.coalesce()._values() if grad.is_sparse else grad
             unscaled.append(grad if inverse is None else grad * inverse.to(grad.device))
     largest = max((abs(grad).max().item() for grad in unscaled if grad.numel()), default=0.0)
-    if not 0.0 < largest < math.inf or any(bool(_grads.nonfinite_flag(g)) for g in unscaled):
+    if not 0.0 < largest < math.inf or any(bool(gradients.nonfinite_flag(g)) for g in unscaled):
         return None
     mantissa, exponent = math.frexp(largest)
     # Two exact factors: the inverse of the largest numbers is subnormal, which a device may flush.
@@ -125,7 +125,7 @@ def norm_and_coefficient(
     return relative * mantissa / halves[0] / halves[1], coefficient
 
 
-def multiply_by(groups: _grads.Groups, coefficient: float) -> None:
+def multiply_by(groups: gradients.Groups, coefficient: float) -> None:
     """Multiply by what may be less than float32's least normal number, in two steps."""
     if coefficient == 1.0:
         return
@@ -143,7 +143,7 @@ def _coefficient(total: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
-def _multiply(groups: _grads.Groups, factor: Tensor) -> None:
+def _multiply(groups: gradients.Groups, factor: Tensor) -> None:
     for (device, _, kind), grads in groups.items():
         if kind is Tensor:
             torch._foreach_mul_(grads, factor.to(device))
@@ -158,11 +158,11 @@ def _refuse_nonfinite(scaler: Scale, total: Tensor, norm_type: float, params: li
 
 
 def _raise_nonfinite(scaler: Scale, norm_type: float, params: list[Tensor]) -> NoReturn:
-    names = _grad_names.names_of_nonfinite([Params(params)], scaler._names())
+    names = grad_names.names_of_nonfinite([Params(params)], scaler._names())
     raise NonFiniteGradientError(
         f"the {norm_type:g}-norm of the gradients is not finite, so they cannot be clipped, and "
         f"error_if_nonfinite=True was given. Not finite: "
-        f"{_grad_names.listed(names) or _grad_names.elsewhere('the norm alone')}. "
+        f"{grad_names.listed(names) or grad_names.elsewhere('the norm alone')}. "
         "With error_if_nonfinite=False the scaler skips the step and backs off"
     )
 
@@ -185,9 +185,9 @@ def _clip_unscaled(
 ) -> Tensor:
     """Clip gradients that carry no scale. ``ask``: the host may wait for the device."""
     total = total_norm(params, norm_type)
-    groups = _grads.gather(params)
+    groups = gradients.gather(params)
     # Ranks whose plain gradients differ would part here, and the norm of DTensors is a collective.
-    if _grads.is_plain(groups) and overflowed(total, ask=ask or error_if_nonfinite):
+    if gradients.is_plain(groups) and overflowed(total, ask=ask or error_if_nonfinite):
         exact = norm_and_coefficient(params, None, norm_type, max_norm)
         if exact is not None:
             total = exact[0]

@@ -17,8 +17,8 @@ from torch.amp.grad_scaler import OptState
 
 from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
-from . import gradients as _grads
-from . import names as _grad_names
+from . import gradients
+from . import names as grad_names
 from .optimizer_state import OptimizerState
 from .optimizers import ByOptimizer
 from .outcome import AT_FLOOR, UNREAD_LIMIT, History, StepOutcome
@@ -71,7 +71,7 @@ class Scale(torch.amp.GradScaler):
             self._growth_tracker = torch.full(
                 (), self._init_growth_tracker, dtype=torch.int32, device=dev
             )
-        self._note_scale(_grads.float32(self._init_scale))
+        self._note_scale(gradients.float32(self._init_scale))
 
     def _note_scale(self, lower: float) -> None:
         """The scale was just written by this scaler and is at least ``lower``."""
@@ -82,7 +82,7 @@ class Scale(torch.amp.GradScaler):
     def _lower_bound(self) -> float:
         """A lower bound of the scale without asking the device; 0 if others wrote to the scale."""
         if self._scale is not None:
-            value = _grads.host_value(self._scale)
+            value = gradients.host_value(self._scale)
             if value is not None:
                 return value if value > 0.0 else 0.0
         scale, version = self._seen
@@ -152,7 +152,7 @@ class Scale(torch.amp.GradScaler):
             value = rules.new_scale(new_scale, self._min_scale, self._max_scale, scale)
             flag, found = _evidence(list(states.values()), scale.device)
             scale.fill_(value)
-            self._note_scale(_grads.float32(value))
+            self._note_scale(gradients.float32(value))
             if flag is not None:
                 self._history.append(flag if found is None else float(found))
                 self._read_if_due(found)
@@ -203,7 +203,7 @@ class Scale(torch.amp.GradScaler):
             self._count_history()
 
     def _move_scale(self, scale: Tensor, tracker: Tensor, flag: Tensor) -> None:
-        move = torch._amp_update_scale_ if self._native else _grads.update_scale_
+        move = torch._amp_update_scale_ if self._native else gradients.update_scale_
         before = scale.clone() if self._hysteresis > 1 else scale
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
         move(scale, tracker, flag, *factors)
@@ -227,11 +227,11 @@ class Scale(torch.amp.GradScaler):
     def _collapse_error(self, states: Iterable[OptimizerState]) -> ScaleCollapseError:
         why, self._history.collapse = self._history.collapse, None
         optimizers = [state.optimizer for state in states if state.optimizer is not None]
-        names = _grad_names.names_of_nonfinite(optimizers, self._names())
+        names = grad_names.names_of_nonfinite(optimizers, self._names())
         return ScaleCollapseError(
             f"{why} (scale {self.get_scale():g}, min_scale {self._min_scale:g}). "
             "Gradients that are not finite: "
-            f"{_grad_names.listed(names) or _grad_names.elsewhere('those of an earlier step')}. "
+            f"{grad_names.listed(names) or grad_names.elsewhere('those of an earlier step')}. "
             "No parameter was changed by these steps. Look for a loss or an input that is not "
             "finite, lower the learning rate, or use bf16; "
             "max_consecutive_skips=... waits longer"
@@ -289,4 +289,4 @@ def _evidence(
     flags = [f for state in states for f in state.found_inf_per_device.values()]
     known = {state.found for state in states if state.found_inf_per_device}
     found = True if True in known else None if None in known else False
-    return _grads.any_flag(flags, device), found
+    return gradients.any_flag(flags, device), found

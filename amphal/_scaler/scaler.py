@@ -1,8 +1,8 @@
 """``amphal.GradScaler``: torch's gradient scaler that never corrupts, tells more and costs less.
 
-Its parts: the scale itself (``_scale``), checking and stepping (``_stepper``), gradients
-(``_grads``), clipping (``_clip``), closures (``_closure``), outcomes and counters (``_outcome``),
-the rules for values (``_scaler_rules``) and state (``_scaler_state``).
+Its parts: the scale itself (``scale``), checking and stepping (``step``), ``gradients``, ``clip``,
+``closure``, outcomes and counters (``outcome``), the rules for values (``arguments``) and
+``state_dict``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .._choice.choose import Choice, DeviceLike
-from .._torch.weight_cache import drop_casts_after_each_step
+from .._choice import Choice
+from .._torch import drop_casts_after_each_step
+from ..contract import DeviceLike
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError
 from . import arguments as rules
-from . import clip as _clip
-from . import closure as _closure
-from . import state_dict as _scaler_state
+from . import clip
+from . import closure as closure_steps
+from . import state_dict as states
 from .optimizer_state import OptimizerState
 from .optimizers import out_of_order
 from .outcome import STEPPED, StepOutcome
@@ -160,7 +161,7 @@ class GradScaler(Stepper):
             NonFiniteGradientError: as asked by ``error_if_nonfinite``; nothing was changed.
             ArgumentError, ArgumentTypeError: a value that is not allowed, or shards of FSDP1.
         """
-        return _clip.clip(self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite)
+        return clip.clip(self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` with unscaled gradients, or skip it if any is inf or NaN.
@@ -188,14 +189,14 @@ class GradScaler(Stepper):
             if state.stage is OptState.STEPPED:
                 raise out_of_order("step", state)
             if callable(closure):
-                fresh = _closure.fresh_casts(closure)
-                args, kwargs = _closure.replaced(closure, fresh, args, kwargs)
+                fresh = closure_steps.fresh_casts(closure)
+                args, kwargs = closure_steps.replaced(closure, fresh, args, kwargs)
             result = optimizer.step(*args, **kwargs)
             state.stage = OptState.STEPPED
             self._finish_step(optimizer, STEPPED)
             return result
         if callable(closure):
-            return _closure.step(self, optimizer, closure, args, kwargs)
+            return closure_steps.step(self, optimizer, closure, args, kwargs)
         return self._step_together([optimizer], args, kwargs)[0]
 
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
@@ -258,7 +259,7 @@ class GradScaler(Stepper):
     @process_group.setter
     def process_group(self, group: Any) -> None:
         if group is not None and group is not LOST:
-            from .._choice.ranks import require_group  # few scalers have a group
+            from .._choice import require_group  # few scalers have a group
 
             require_group(group)
         self._process_group = group
@@ -279,7 +280,7 @@ class GradScaler(Stepper):
         torch's five entries, which ``torch.amp.GradScaler`` loads too, and one of this package's.
         A disabled scaler gives what was loaded into it, or an empty dict. Waits for the device.
         """
-        return _scaler_state.pack(self)
+        return states.pack(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this scaler or of torch's own, from any device.
@@ -290,19 +291,19 @@ class GradScaler(Stepper):
         Raises:
             StateDictError: not a state, or one outside this scaler's bounds; nothing was changed.
         """
-        _scaler_state.load(self, state_dict)
+        states.load(self, state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _scaler_state.rebuild, (type(self), self.__getstate__())
+        return states.rebuild, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
-        return _scaler_state.freeze(self)
+        return states.freeze(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _scaler_state.thaw(self, state)
+        states.thaw(self, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        copy: GradScaler = _scaler_state.rebuild(type(self), self.__getstate__())
+        copy: GradScaler = states.rebuild(type(self), self.__getstate__())
         copy._process_group, copy._model = self._process_group, self._model
         return copy
 

@@ -12,7 +12,7 @@ from ..errors import (
     StateDictError,
 )
 from . import arguments as rules
-from . import gradients as _grads
+from . import gradients
 from .scale import LOST, Scale
 
 _S = TypeVar("_S", bound=Scale)
@@ -66,7 +66,7 @@ def load(scaler: Scale, state: Any) -> None:
     if scaler._scale is not None and scaler._growth_tracker is not None:
         scaler._scale.fill_(scale)
         scaler._growth_tracker.fill_(tracker)
-        scaler._note_scale(_grads.float32(scale))
+        scaler._note_scale(gradients.float32(scale))
     scaler._history.reset(*counters[:3])
     scaler._hysteresis_spent = float(counters[3])
     scaler._history.tell(scaler._on_skip)

@@ -12,8 +12,8 @@ from torch.amp.grad_scaler import OptState
 
 from ..errors import ArgumentError, ScalerStateError
 from . import arguments as rules
-from . import gradients as _grads
-from . import names as _grad_names
+from . import gradients
+from . import names as grad_names
 from .norms import Params, _clip_unscaled
 from .optimizer_state import OptimizerState
 from .optimizers import (
@@ -49,14 +49,14 @@ class Stepper(Scale):
 
     def _gather(
         self, optimizer: Any, *, allow_fp16: bool = False, coalesce: bool = False
-    ) -> _grads.Groups:
-        groups = _grads.gather(_grads.params_of(optimizer), coalesce=coalesce)
+    ) -> gradients.Groups:
+        groups = gradients.gather(gradients.params_of(optimizer), coalesce=coalesce)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _ in groups):
             self._forget_untouched()
-            names = _grad_names.names_of_half(optimizer, self._names())
+            names = grad_names.names_of_half(optimizer, self._names())
             raise ArgumentError(
                 "the parameters are float16, so their gradients cannot be unscaled: "
-                f"{_grad_names.listed(names)}. Keep the parameters in float32 (no model.half()) "
+                f"{grad_names.listed(names)}. Keep the parameters in float32 (no model.half()) "
                 "and let autocast cast them"
             )
         return groups
@@ -67,11 +67,11 @@ class Stepper(Scale):
         """torch's inner hook: unscale every gradient, give a flag per device."""
         # Duplicate indices of a sparse float16 gradient may overflow once they are summed. And a
         # parameter twice in a group, or two with one gradient tensor: divide it once.
-        groups = _grads.distinct(
+        groups = gradients.distinct(
             self._gather(optimizer, allow_fp16=allow_fp16, coalesce=allow_fp16)
         )
         inverse = inv_scale.reshape(())  # torch takes one element of any shape
-        return _grads.unscale_(
+        return gradients.unscale_(
             groups, inverse, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
 
@@ -81,12 +81,12 @@ class Stepper(Scale):
         groups = self._gather(optimizer)
         state = self._state_of(optimizer)
         sure = self._lower_bound() >= 1.0
-        if _grads.distinct(groups) is not groups:
+        if gradients.distinct(groups) is not groups:
             self.unscale_(optimizer)  # the optimizer would divide by the scale at each occurrence
-        elif _grads.is_plain(groups) and not (sure and self._native):
-            state.found_inf_per_device = _grads.probe(groups, scale)
+        elif gradients.is_plain(groups) and not (sure and self._native):
+            state.found_inf_per_device = gradients.probe(groups, scale)
         elif sure:
-            state.found_inf_per_device = _grads.check(groups)
+            state.found_inf_per_device = gradients.check(groups)
         else:
             self.unscale_(optimizer)
         flags: dict[torch.device, Tensor] = state.found_inf_per_device
@@ -122,11 +122,11 @@ class Stepper(Scale):
         inverse = scale.reciprocal()
         state.found_inf_per_device = self._unscale_grads_(optimizer, inverse, inverse, False)
         state.stage = OptState.UNSCALED
-        state.params = _grads.params_of(optimizer)
+        state.params = gradients.params_of(optimizer)
 
     def _take_newcomers(self, optimizer: Any, state: OptimizerState) -> None:
         """Check and unscale what joined the optimizer after ``unscale_`` or a clip."""
-        before, now = state.params, _grads.params_of(optimizer)
+        before, now = state.params, gradients.params_of(optimizer)
         if before is None or (len(before) == len(now) and all(map(operator.is_, before, now))):
             return
         known = set(map(id, before))
@@ -136,10 +136,10 @@ class Stepper(Scale):
         if state.divisor is None:
             inverse = scale.reciprocal()
             flags = self._unscale_grads_(joined, inverse, inverse, False)
-        elif _grads.is_plain(groups):  # the optimizer divides these too
-            flags = _grads.probe(groups, scale)
+        elif gradients.is_plain(groups):  # the optimizer divides these too
+            flags = gradients.probe(groups, scale)
         else:
-            flags = _grads.check(groups)
+            flags = gradients.check(groups)
         for device, flag in flags.items():
             seen = state.found_inf_per_device.get(device)
             state.found_inf_per_device[device] = flag if seen is None else torch.maximum(seen, flag)
@@ -193,7 +193,7 @@ class Stepper(Scale):
         """One flag and one veto for all these optimizers, and for all ranks if there is a group."""
         assert self._scale is not None
         flags = [f for state in states for f in state.found_inf_per_device.values()]
-        flag = _grads.any_flag(flags, self._scale.device)
+        flag = gradients.any_flag(flags, self._scale.device)
         alone = self._process_group is None
         if not alone:
             both = [torch.zeros_like(self._scale) if flag is None else flag]
@@ -249,7 +249,7 @@ class Stepper(Scale):
         result = None
         if _takes_scaler(optimizer):
             result = self._step_with_scaler(optimizer, args, kwargs)
-            flag = _grads.any_flag(state.found_inf_per_device.values(), self._scale.device)  # type: ignore[union-attr]
+            flag = gradients.any_flag(state.found_inf_per_device.values(), self._scale.device)  # type: ignore[union-attr]
             outcome = StepOutcome(flag if flag is not None else False)
         elif state.nothing:
             outcome = StepOutcome(False, nothing_to_do=True)
@@ -335,9 +335,9 @@ def recheck(scaler: Stepper, states: list[OptimizerState]) -> Tensor | None:
         own = state.found_inf_per_device if state.own is None else state.own
         if state.recheck is not None and any(flag.item() for flag in own.values()):
             own = scaler._unscale_grads_(state.optimizer, inverse, inverse, False)
-            again.append((_grads.params_of(state.optimizer), *state.recheck))
+            again.append((gradients.params_of(state.optimizer), *state.recheck))
         flags += own.values()
-    flag = _grads.any_flag(flags, scaler._scale.device)
+    flag = gradients.any_flag(flags, scaler._scale.device)
     if flag is not None and not flag.item():
         for params, max_norm, norm_type in again:
             _clip_unscaled(scaler, params, max_norm, norm_type, False, ask=True)

@@ -2,3 +2,10 @@
 
 ``trace`` records, ``find_nonfinite`` stops at the first bad value. Both watch one thread.
 """
+
+from .nonfinite import find_nonfinite
+from .recorder import user_line
+from .script import run_script, script_file
+from .tracing import trace
+
+__all__ = ["find_nonfinite", "run_script", "script_file", "trace", "user_line"]

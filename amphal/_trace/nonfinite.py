@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .._autocast.pin import set_precision
+from .._autocast import set_precision
 from .._casting import policy as policies
 from .._choice import choose
-from .._torch.nested import tensors_in
-from ..contract.spelling import short_name
+from .._torch import tensors_in
+from ..contract import short_name
 from ..errors import AmphalError, ArgumentTypeError
 from .recorder import LIBRARY, Call, Recorder
 from .rows import Rows, Values

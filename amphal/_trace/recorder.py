@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._casting import observe
-from .._torch import private
-from .._torch.nested import tensors_in
-from ..contract.spelling import short_name
+from .._casting import observed
+from .._torch import private, tensors_in
+from ..contract import short_name
 from .rows import Rows, Values
 
 __all__ = ["LIBRARY", "Call", "Recorder"]
@@ -104,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hooks.register_module_forward_hook(self._leave_module, always_call=True),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(observe.observed(self._listed, ops, devices))
+            undo.enter_context(observed(self._listed, ops, devices))
             undo.enter_context(self)
             yield
 

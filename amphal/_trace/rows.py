@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..contract.spelling import short_name
+from ..contract import short_name
 
 __all__ = ["Row", "Rows", "Values"]
 

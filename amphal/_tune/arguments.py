@@ -55,7 +55,7 @@ def together_in(group: Any) -> Together:
                 "group of itself"
             )
         return alone
-    from .._choice.ranks import require_group
+    from .._choice import require_group
 
     require_group(group)
 

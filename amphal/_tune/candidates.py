@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .._front import Plan
-from .._torch.matmul import PRECISIONS as MATMULS
-from ..contract.records import LOW_PRECISION
-from ..contract.spelling import named_precision, short_name
+from .._torch import PRECISIONS as MATMULS
+from ..contract import LOW_PRECISION, named_precision, short_name
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError, did_you_mean
 from .sentences import Measurement, sentences
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .._choice.measurement import Measurement
+from .._choice import Measurement
 
 __all__ = ["NOISY", "Measurement", "duration", "sentences"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._torch import matmul as _matmul
+from .._torch import matmul
 from ..errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -244,7 +244,7 @@ class Snapshot:
 
     def _keep_settings(self) -> None:
         grad = torch.is_grad_enabled()
-        self._settings += [lambda: torch.set_grad_enabled(grad), _matmul.keep()]
+        self._settings += [lambda: torch.set_grad_enabled(grad), matmul.keep()]
 
     def _keep_generators(self, device: torch.device) -> None:
         """Those that a program draws from without naming one."""

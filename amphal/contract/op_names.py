@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
+from .._torch import private
 from ..errors import ArgumentTypeError, OpPolicyError, did_you_mean
 
 POLICIES = (
@@ -47,7 +47,7 @@ def qualified(op: str) -> str:
 
 def is_defined(op: str) -> bool:
     """Whether the running torch, with what is loaded into it, defines exactly this overload."""
-    return _compat.schema_exists(qualified(op))
+    return private.schema_exists(qualified(op))
 
 
 def op_overload(op: str) -> torch._ops.OpOverload:
@@ -126,7 +126,7 @@ def _takes_dtype(schema: Any) -> bool:
 
 
 def _all_names() -> list[str]:
-    return [n.removeprefix("aten::") for n in _compat.all_op_names()]
+    return [n.removeprefix("aten::") for n in private.all_op_names()]
 
 
 def overloads(op: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .._torch.private import torch_version
+from .._torch import torch_version
 from ..errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedPrecisionError, did_you_mean
-from . import registry as _registry
+from . import registry
 from .records import LARGEST_INDEX, PRECISIONS, Hardware
 
 __all__ = ["DeviceLike", "PrecisionLike", "named_device", "named_precision", "short_name"]
@@ -42,7 +42,7 @@ def named_device(
         )
     match = _DEVICE_STRING.match(device)
     if match is None:
-        known = _registry.known_names()
+        known = registry.known_names()
         raise ArgumentError(
             f"{what} must look like 'cuda' or 'cuda:0', got {device!r}; "
             f"registered: {', '.join(known)}.{did_you_mean(device.lower(), known)}"

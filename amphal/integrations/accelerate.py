@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._front import Plan
-from .._scaler.scaler import GradScaler
-from ..contract.records import LOW_PRECISION
-from ..contract.spelling import short_name
+from .._scaler import GradScaler
+from ..contract import LOW_PRECISION, short_name
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan, require_scaler
 

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from .._autocast import engines as _owner
-from .._autocast.autocast import autocast
+from .._autocast import autocast, engines
 from .._front import Plan
-from ..contract.records import LOW_PRECISION
+from ..contract import LOW_PRECISION
 from ..errors import ArgumentError, ArgumentTypeError
 from ._extra import framework, require_plan
 
@@ -117,7 +116,7 @@ def guard(engine: Any) -> Any:
     owned = _owned(engine)
     if owned is None or getattr(engine, "_amphal_guarded", False):
         return engine
-    owner = _owner.Owner(f"the DeepSpeed engine ({owned})")
+    owner = engines.Owner(f"the DeepSpeed engine ({owned})")
     calls: list[ExitStack] = []
 
     def enter(*_: object) -> None:
@@ -152,16 +151,16 @@ def _owned(engine: Any) -> str | None:
     return next((name for name, on in asked.items() if on), None)
 
 
-def _enter(owner: _owner.Owner, device_type: str) -> ExitStack:
+def _enter(owner: engines.Owner, device_type: str) -> ExitStack:
     stack = ExitStack()
     if torch.is_autocast_enabled(device_type):
         owner.tell()
         stack.enter_context(autocast(device_type, enabled=False))
-    stack.enter_context(_owner.running(owner))
+    stack.enter_context(engines.running(owner))
     return stack
 
 
-def _inside(owner: _owner.Owner, engine: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(owner: engines.Owner, engine: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _enter(owner, engine.device.type):

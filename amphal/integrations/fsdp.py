@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from .._front import Plan
-from ..contract.records import LOW_PRECISION
+from ..contract import LOW_PRECISION
 from ..errors import ArgumentError
 from ._extra import require_plan
 

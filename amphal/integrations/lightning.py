@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._front import Plan
-from .._scaler.scaler import GradScaler
-from ..contract.records import LOW_PRECISION
+from .._scaler import GradScaler
+from ..contract import LOW_PRECISION
 from ..errors import ArgumentError
 from ._extra import framework, require_plan, require_scaler
 

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from .. import _front as _detect
-from .._autocast import autocast as _autocast
-from .._casting import live_lists as _ops
-from .._casting import rules as _rules
-from .._torch import private as _private
-from ..contract.op_names import qualified
-from ..contract.records import LOW_PRECISION
+from .. import _front
+from .._autocast import autocast
+from .._casting import op_lists, rules
+from .._torch import private
+from ..contract import LOW_PRECISION, qualified
 from ..errors import OpPolicyError, PrecisionWarning
 from ._calls import CALLS, expected_dtype
 from ._observe import observe_policy
@@ -30,7 +28,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _by_dtype = pytest.mark.parametrize("dtype", LOW_PRECISION, ids=_NAMES.get)
 
 
-def _need_dtype(plan: _detect.Plan, dtype: torch.dtype) -> None:
+def _need_dtype(plan: _front.Plan, dtype: torch.dtype) -> None:
     support = plan.support[dtype]
     if support.level == "absent":
         pytest.skip(f"no {_NAMES[dtype]} on {plan.hardware.name}: {support.why}")
@@ -47,7 +45,7 @@ class DeviceChecks:
         with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             with _region(subject, dtype):
-                lists = _ops.op_lists(subject.device_type, dtype)
+                lists = op_lists(subject.device_type, dtype)
         assert not lists.unclassified, (
             f"the dispatcher casts these and op_lists({dtype}) doesn't say how: "
             f"{', '.join(sorted(lists.unclassified))}"
@@ -62,7 +60,7 @@ class DeviceChecks:
         with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             with _region(subject, dtype):
-                lists = _ops.op_lists(subject.device_type, dtype)
+                lists = op_lists(subject.device_type, dtype)
         wrong, unseen = [], []
         for op, declared in lists:
             try:
@@ -85,13 +83,13 @@ class DeviceChecks:
 
         An op that the device lacks is passed over, and the summary names it.
         """
-        key = _private.autocast_key(subject.device_type)
+        key = private.autocast_key(subject.device_type)
         wrong, unseen, lacking, ran = [], set(), set(), set()
         with _work(subject, dtype) as plan:
             _need_dtype(plan, dtype)
             region = _region(subject, dtype)
             with region:
-                policy = dict(_ops.op_lists(subject.device_type, dtype))
+                policy = dict(op_lists(subject.device_type, dtype))
             for op, call in CALLS.items():
                 for given, other in _given(policy.get(op), dtype):
                     want = expected_dtype(policy.get(op), given, dtype)
@@ -108,7 +106,7 @@ class DeviceChecks:
                         continue
                     ran.add(op)
                     # Autocast passes by an op without a kernel; what it is made of may be cast.
-                    cast = op in policy or _private.has_kernel(qualified(op), key)
+                    cast = op in policy or private.has_kernel(qualified(op), key)
                     if got is not want and cast:
                         wrong.append(f"{op} of {given} gave {got}, declared: {want}")
         assert not wrong, "; ".join(wrong)
@@ -126,7 +124,7 @@ class DeviceChecks:
             x = subject.tensor(4, dtype=torch.float32)
             call = torch.nn.functional.binary_cross_entropy
             with _region(subject, dtype):
-                if "binary_cross_entropy" in _ops.op_lists(subject.device_type, dtype).banned:
+                if "binary_cross_entropy" in op_lists(subject.device_type, dtype).banned:
                     with pytest.raises((RuntimeError, OpPolicyError), match="binary_cross_entropy"):
                         call(x, x)
                 else:
@@ -151,7 +149,7 @@ class DeviceChecks:
         """A region of float32 is full precision on this device, without a warning."""
         with _work(subject), warnings.catch_warnings():
             warnings.simplefilter("error")
-            with _autocast.autocast(subject.device_type, dtype="fp32"):
+            with autocast(subject.device_type, dtype="fp32"):
                 x = subject.tensor(4, 4)
                 assert (x @ x).dtype is torch.float32
 
@@ -159,8 +157,8 @@ class DeviceChecks:
     @needs_device
     def test_the_extension_agrees_on_dtypes(self, subject: Subject, dtype: torch.dtype) -> None:
         """``get_amp_supported_dtype()`` of the extension has each dtype that is not absent."""
-        _need_dtype(_detect.detect(subject.device_type), dtype)
-        reason = _rules.unsupported_by_module(subject.device_type, dtype)
+        _need_dtype(_front.detect(subject.device_type), dtype)
+        reason = rules.unsupported_by_module(subject.device_type, dtype)
         assert not reason, reason
 
     @_by_dtype
@@ -169,7 +167,7 @@ class DeviceChecks:
         self, subject: Subject, dtype: torch.dtype
     ) -> None:
         """A matmul in each dtype that is not absent gives the numbers of float32, nearly."""
-        plan = _detect.detect(subject.device_type)
+        plan = _front.detect(subject.device_type)
         _need_dtype(plan, dtype)
         x = subject.tensor(4, 4)
         want = x.cpu() @ x.cpu()
@@ -262,7 +260,7 @@ class DeviceChecks:
     @needs_device
     def test_the_default_plan_trains(self, subject: Subject) -> None:
         """The loop that never names a dtype learns with the plan's dtype, scaler or not."""
-        run = Training(_detect.detect(subject.device_type))
+        run = Training(_front.detect(subject.device_type))
         losses = [run.step() for _ in range(30)]
         assert losses[-1] < losses[0] / 2, f"it does not learn: {losses[0]} to {losses[-1]}"
 
@@ -286,7 +284,7 @@ class DeviceChecks:
 
 
 @contextlib.contextmanager
-def _work(subject: Subject, dtype: torch.dtype | None = None) -> Iterator[_detect.Plan]:
+def _work(subject: Subject, dtype: torch.dtype | None = None) -> Iterator[_front.Plan]:
     reason = subject.why_no_tensors()
     if reason:
         pytest.skip(f"no device, and no fake tensors of one: {reason}")
@@ -294,16 +292,16 @@ def _work(subject: Subject, dtype: torch.dtype | None = None) -> Iterator[_detec
         yield plan
 
 
-def _plan_or_skip(subject: Subject, dtype: torch.dtype) -> _detect.Plan:
+def _plan_or_skip(subject: Subject, dtype: torch.dtype) -> _front.Plan:
     """The plan for a named dtype; skips the check where the hardware cannot do it."""
-    _need_dtype(_detect.detect(subject.device_type), dtype)
+    _need_dtype(_front.detect(subject.device_type), dtype)
     return precision_named(subject, dtype)
 
 
 def _region(subject: Subject, dtype: torch.dtype) -> torch.autocast:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
-        return _autocast.autocast(subject.device_type, dtype=dtype)
+        return autocast(subject.device_type, dtype=dtype)
 
 
 def _given(policy: str | None, low: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:

@@ -13,13 +13,22 @@ from importlib import metadata
 import pytest
 import torch
 
-from .. import _front as _detect
-from .._torch.private import all_op_names
-from ..contract import registry as _registry
-from ..contract.guard import answering
-from ..contract.op_lists import OpLists
-from ..contract.op_names import base_name, is_defined, overloads, refusal
-from ..contract.records import LOW_PRECISION, Availability, DtypeSupport, Hardware, ScalerSupport
+from .. import _front
+from .._torch import all_op_names
+from ..contract import (
+    LOW_PRECISION,
+    Availability,
+    DtypeSupport,
+    Hardware,
+    OpLists,
+    ScalerSupport,
+    answering,
+    base_name,
+    is_defined,
+    overloads,
+    refusal,
+    registry,
+)
 from ..errors import DeviceNotAvailableError, UnknownDeviceError, UnsupportedPrecisionError
 from ._subject import (
     Subject,
@@ -53,7 +62,7 @@ def _instead_of(op: str, subject: Subject) -> tuple[str, ...]:
     if is_defined(op) or "imname" in op:  # overloads with dimension names went with torch 2.13
         return ()
     others = {"cpu", "cuda", "mps", "xpu"} - {subject.device_type}
-    if any(op in _registry.get_backend(name).op_lists(torch.bfloat16) for name in others):
+    if any(op in registry.get_backend(name).op_lists(torch.bfloat16) for name in others):
         return ()
     return overloads(base_name(op))
 
@@ -81,7 +90,7 @@ class RecordChecks:
 
     def test_importing_it_imports_no_vendor_module(self, subject: Subject) -> None:
         """Loading the entry point in a fresh process imports only the plug-in's own package."""
-        entries = metadata.entry_points(group=_registry.ENTRY_POINT_GROUP, name=subject.device_type)
+        entries = metadata.entry_points(group=registry.ENTRY_POINT_GROUP, name=subject.device_type)
         if not entries or subject.source in ("", "register_backend()"):
             pytest.skip("it was registered in this process, not by an entry point")
         (entry,) = list(entries)[:1]
@@ -200,7 +209,7 @@ class RecordChecks:
         """``detect(hardware)`` chooses what the record can do, and explains it."""
         for hardware in subject.records:
             assert isinstance(subject.backend.scaler(hardware), ScalerSupport)
-            plan = _detect.detect(hardware)
+            plan = _front.detect(hardware)
             assert plan.support[plan.dtype].level != "absent"
             assert plan.use_scaler == (plan.dtype is torch.float16), (
                 f"fp16 without a scaler on {hardware.name!r}: it would not be chosen"
@@ -240,7 +249,7 @@ class RecordChecks:
         else:
             asked, reason = f"{subject.device_type}:97", "97"
         with pytest.raises((DeviceNotAvailableError, UnknownDeviceError)) as error:
-            plan = _detect.detect(asked)
+            plan = _front.detect(asked)
             pytest.fail(
                 f"{asked!r} is not here, and detect() found {plan.hardware}: probe() must raise"
             )
@@ -252,11 +261,11 @@ class RecordChecks:
         """Naming a dtype that the hardware lacks says what was asked, of whom, what it can, why."""
         for hardware in subject.records:
             with pytest.raises(UnsupportedPrecisionError, match="'bf16', 'fp16', 'fp32'"):
-                _detect.detect(hardware, precision="fp8")
+                _front.detect(hardware, precision="fp8")
             for dtype, answer in subject.backend.dtypes(hardware).items():
                 if answer.level != "absent":
                     continue
                 with pytest.raises(UnsupportedPrecisionError) as error:
-                    _detect.detect(hardware, precision=dtype)
+                    _front.detect(hardware, precision=dtype)
                 for part in (_NAMES[dtype], hardware.name, answer.why, "fp32"):
                     assert part in str(error.value), f"the error must say {part!r}: {error.value}"

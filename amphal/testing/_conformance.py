@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from ..contract import registry as _registry
-from ..contract.records import Backend, Hardware
+from ..contract import Backend, Hardware, registry
 from ._checks_device import DeviceChecks
 from ._checks_records import RecordChecks
 from ._subject import Subject, make_subject
@@ -42,8 +41,8 @@ class BackendConformance(RecordChecks, DeviceChecks):
         """The device type, and why the device is not here; the reason is empty if it is."""
         backend = cls.under_test(config)
         if isinstance(backend, str):
-            backend = _registry.get_backend(backend)
-        return backend.device_type, _registry.availability(backend).reason
+            backend = registry.get_backend(backend)
+        return backend.device_type, registry.availability(backend).reason
 
     @pytest.fixture
     def subject(self, request: pytest.FixtureRequest) -> Iterator[Subject]:
@@ -51,10 +50,10 @@ class BackendConformance(RecordChecks, DeviceChecks):
         chosen, source = self.under_test(request.config), ""
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(chosen, str):
-            source = _registry.source_of(chosen)
-            chosen = _registry.get_backend(chosen)
+            source = registry.source_of(chosen)
+            chosen = registry.get_backend(chosen)
         else:
-            context = _registry.overridden(chosen)
+            context = registry.overridden(chosen)
         with context:
             subject = make_subject(chosen, source, self.hardware)
             computes = hasattr(DeviceChecks, request.node.originalname)

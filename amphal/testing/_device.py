@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._torch import private as _compat
+from .._torch import private
 from ..errors import BackendError, TorchTooOldError
 
 __all__ = ["install_device", "installed_device", "why_not_installable"]
@@ -34,7 +34,7 @@ _name = ""
 
 def why_not_installable() -> str:
     """Why this torch cannot have the device; empty if it can."""
-    return _compat.why_no_python_device()
+    return private.why_no_python_device()
 
 
 def installed_device() -> str:
@@ -60,13 +60,13 @@ def install_device(name: str = "toy", module: Any = None) -> None:
     reason = why_not_installable()
     if reason:
         raise TorchTooOldError(f"no pure-Python device {name!r}: {reason}")
-    taken = _compat.privateuse1_name()
+    taken = private.privateuse1_name()
     if taken != "privateuseone":
         raise BackendError(
             f"torch has one slot for a third-party device and {taken!r} has it in this process; "
             f"test {name!r} in a process of its own"
         )
-    _compat.setup_python_device(name, module)
+    private.setup_python_device(name, module)
     kernels = _library("aten")
     for op, kernel in {
         "empty.memory_format": _empty,
@@ -94,7 +94,7 @@ def _library(namespace: str) -> Any:  # torch leaves Library untyped
 
 def _wrap(memory: torch.Tensor) -> torch.Tensor:
     """A tensor of the device over the memory of a CPU tensor."""
-    return _rebind(_compat.empty_device_tensor(memory.dtype), memory)
+    return _rebind(private.empty_device_tensor(memory.dtype), memory)
 
 
 def _rebind(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -126,14 +126,14 @@ def _metadata(op: Any) -> Any:
     """A kernel that changes sizes and strides alone: torch's own for tensors without data."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(_compat.META_KEYS, *args, **kwargs)
+        return op.redispatch(private.META_KEYS, *args, **kwargs)
 
     return kernel
 
 
 def _set_(tensor: torch.Tensor, storage: Any, *at: Any) -> torch.Tensor:
     op = torch.ops.aten.set_.source_Storage_storage_offset
-    op.redispatch(_compat.META_KEYS, tensor, storage, *at)
+    op.redispatch(private.META_KEYS, tensor, storage, *at)
     return tensor
 
 

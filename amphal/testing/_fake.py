@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..contract.op_lists import OpLists
-from ..contract.records import Availability, Backend, DtypeSupport, Hardware, ScalerSupport
+from ..contract import Availability, Backend, DtypeSupport, Hardware, OpLists, ScalerSupport
 
 __all__ = ["FakeBackend"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .._choice import choose as _detect
-from .._torch.nested import tensors_in
-from ..contract import op_names as _opnames
+from .._choice import choose
+from .._torch import tensors_in
+from ..contract import op_names
 from ..errors import ArgumentError, OpPolicyError
 
 __all__ = ["observe_policy"]
@@ -51,12 +51,12 @@ def observe_policy(device_type: str, op: str, dtype: Any = "bf16") -> str:
         OpPolicyError: torch has no such op, it takes no tensors, or it cannot be observed: the
             message says why.
     """
-    name, _ = _detect.named_device(device_type, what="device_type")
-    low = _detect.named_precision(dtype, what="dtype")
+    name, _ = choose.named_device(device_type, what="device_type")
+    low = choose.named_precision(dtype, what="dtype")
     if low is torch.float32:
         raise ArgumentError("observe_policy() needs a low dtype, 'bf16' or 'fp16'")
-    names = _opnames.overloads(op)
-    overload = _opnames.op_overload(op if op in names else names[0])
+    names = op_names.overloads(op)
+    overload = op_names.op_overload(op if op in names else names[0])
     return observe_in(functools.partial(_region, name, low), name, overload, low)
 
 

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from ..contract import registry as _registry
-from ..contract.records import Availability, Backend, Hardware
+from ..contract import Availability, Backend, Hardware, registry
 from ..errors import ArgumentTypeError
 
 __all__ = ["simulate"]
@@ -29,7 +28,7 @@ def simulate(hardware: Hardware, *, priority: int | None = None) -> Iterator[Bac
         raise ArgumentTypeError(
             f"simulate() takes an amphal.Hardware, got {type(hardware).__name__} ({hardware!r})"
         )
-    real = _registry.get_backend(hardware.device_type)
+    real = registry.get_backend(hardware.device_type)
     fake = dataclasses.replace(
         real,
         priority=real.priority if priority is None else priority,
@@ -37,5 +36,5 @@ def simulate(hardware: Hardware, *, priority: int | None = None) -> Iterator[Bac
         probe=lambda index: dataclasses.replace(hardware, index=index),
         current_index=lambda: None,
     )
-    with _registry.overridden(fake):
+    with registry.overridden(fake):
         yield fake

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _front as _detect
-from ..contract import registry as _registry
-from ..contract.records import Availability, Backend, Hardware
+from .. import _front
+from ..contract import Availability, Backend, Hardware, registry
 from ..errors import PrecisionWarning
 from ._simulate import simulate
 
@@ -65,19 +64,19 @@ class Subject:
         return "on the device" if self.availability else "on fake tensors"
 
     @contextlib.contextmanager
-    def at_work(self, dtype: torch.dtype | None = None) -> Iterator[_detect.Plan]:
+    def at_work(self, dtype: torch.dtype | None = None) -> Iterator[_front.Plan]:
         """The plan of the device; where it is absent, that of a record, for fake tensors.
 
         The record is the first one that can do ``dtype``.
         """
         if self.availability:
-            yield _detect.detect(self.device_type)
+            yield _front.detect(self.device_type)
             return
         from torch._subclasses import FakeTensorMode
 
         records = [r for r in self.records if self._can(r, dtype)] or self.records
         with simulate(records[0]), FakeTensorMode(), torch.no_grad():
-            yield _detect.detect(self.device_type)
+            yield _front.detect(self.device_type)
 
     def why_no_tensors(self) -> str:
         """Why there are no tensors of the device here, not even fake ones; empty if there are."""
@@ -107,7 +106,7 @@ class Subject:
 
 def make_subject(backend: Backend, source: str, more: Sequence[Hardware]) -> Subject:
     """The subject of a registered backend; the device's own record comes first."""
-    availability = _registry.availability(backend)
+    availability = registry.availability(backend)
     records = [*more, *_known(backend.device_type)]
     if availability:
         with contextlib.suppress(Exception):  # test_probe_reads_facts shows what is wrong
@@ -117,17 +116,17 @@ def make_subject(backend: Backend, source: str, more: Sequence[Hardware]) -> Sub
 
 
 def _known(device_type: str) -> list[Hardware]:
-    from ..contract.known_hardware import known_hardware
+    from ..contract import known_hardware
 
     rows = (row.hardware for row in known_hardware().values())
     return [hardware for hardware in rows if hardware.device_type == device_type]
 
 
-def precision_named(subject: Subject, dtype: torch.dtype) -> _detect.Plan:
+def precision_named(subject: Subject, dtype: torch.dtype) -> _front.Plan:
     """The plan for a dtype that is named, without the warning that it may be slow."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
-        return _detect.detect(subject.device_type, precision=dtype)
+        return _front.detect(subject.device_type, precision=dtype)
 
 
 def torch_state(device_type: str) -> dict[str, Any]:

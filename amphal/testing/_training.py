@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import _front as _detect
-from .._scaler import scaler as _scaler
-from ..contract import registry as _registry
+from .. import _front
+from .._scaler import GradScaler
+from ..contract import registry
 
 __all__ = ["Training"]
 
@@ -25,7 +25,7 @@ class _Product(torch.nn.Linear):
 class Training:
     """A small regression on the device: 8 inputs, 16 hidden units, 4 outputs, 16 examples."""
 
-    def __init__(self, plan: _detect.Plan, **scaler: Any) -> None:
+    def __init__(self, plan: _front.Plan, **scaler: Any) -> None:
         torch.manual_seed(0)
         layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), _Product(16, 4)
         self.model = torch.nn.Sequential(*layers).to(plan.device)
@@ -34,9 +34,9 @@ class Training:
         for layer in self.model:
             layer.register_forward_hook(lambda module, args, out: self.seen.add(out.dtype))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
-        self.scaler = _scaler.GradScaler(plan, **scaler)
+        self.scaler = GradScaler(plan, **scaler)
         self.plan = plan
-        self.synchronize = _registry.get_backend(plan.hardware.device_type).synchronize
+        self.synchronize = registry.get_backend(plan.hardware.device_type).synchronize
         self.x = torch.randn(16, 8).to(plan.device)
         self.y = (torch.randn(16, 4) + 2).to(plan.device)
 

@@ -597,7 +597,7 @@ def test_an_exception_sent_into_a_generator_is_not_kept() -> None:
 
 def test_regions_are_forgotten_with_the_registry_and_bounded() -> None:
     """The cache of regions follows the registry, and hostile keys cannot make it grow for good."""
-    from amphal._autocast import autocast as _autocast
+    from amphal._autocast.autocast import _regions
     from amphal._choice import choose as _detect
 
     region = amphal.autocast("cpu", BF16)
@@ -608,5 +608,5 @@ def test_regions_are_forgotten_with_the_registry_and_bounded() -> None:
     for i in range(1200):
         amphal.autocast(dataclasses.replace(plan, reasons=(str(i),)))
         amphal.detect(amphal.Hardware("cpu", str(i)))
-    assert len(_autocast._regions) <= 512
+    assert len(_regions) <= 512
     assert len(_detect._cache) <= 256

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers.ranks import Ranks
 
 import amphal
-from amphal._tune import tune as _tune
+from amphal._tune import tuning as _tune
 from amphal.errors import ArgumentError
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -90,6 +90,47 @@ def circles(package: Path, backends: Path | None = None) -> list[str]:
     return sorted(arrows)
 
 
+def past_the_door(package: Path, backends: Path | None = None) -> list[str]:
+    """The imports of a room's files, or of names that its ``__init__`` does not hand out."""
+    modules = dict(sources(package, backends))
+    doors: dict[str, set[str]] = {}
+    found = []
+    for module, path in modules.items():
+        package_of = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                bases = [(a.name, set[str]()) for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = package_of.split(".")[: 1 - node.level or None] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                bases = [(base, {a.name for a in node.names})]
+            else:
+                continue
+            for base, names in bases:
+                there = room_of(base)
+                door = modules.get(f"amphal.{there}")
+                if not base.startswith("amphal.") or there == room_of(module):
+                    continue
+                if door is None or door.name != "__init__.py":
+                    continue
+                if there not in doors:
+                    doors[there] = handed_out(door)
+                if base != f"amphal.{there}" or names - doors[there]:
+                    found.append(f"{path.name}:{node.lineno}: {base} {sorted(names)}")
+    return found
+
+
+def handed_out(door: Path) -> set[str]:
+    """The names in ``__all__`` and those imported as themselves (``X as X``)."""
+    names: set[str] = set()
+    for node in ast.parse(door.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.name for a in node.names if a.asname == a.name}
+    return names
+
+
 def test_every_room_has_a_floor() -> None:
     """A new package or file below amphal/ is given its floor here before it is imported."""
     rooms = {room_of(module) for module, _ in sources(PACKAGE, ROOT / "backends")}
@@ -104,6 +145,27 @@ def test_imports_go_downward_only() -> None:
 def test_no_circle_of_modules() -> None:
     """Inside a room too."""
     assert not circles(PACKAGE, ROOT / "backends")
+
+
+def test_a_room_is_entered_by_its_door() -> None:
+    """Other rooms import from a package, never from its files, and only what its door lists."""
+    assert not past_the_door(PACKAGE, ROOT / "backends")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from ._scaler.step import x", "from ._scaler import hidden", "import amphal._scaler.step"],
+)
+def test_an_import_past_the_door_is_found(tmp_path: Path, line: str) -> None:
+    """Of a file, of a name that the door does not list, by the full name."""
+    (tmp_path / "_scaler").mkdir()
+    (tmp_path / "_scaler" / "__init__.py").write_text('from .step import hidden\n__all__ = ["x"]')
+    (tmp_path / "_scaler" / "step.py").touch()
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "_front.py").write_text(line)
+    assert len(past_the_door(tmp_path)) == 1
+    (tmp_path / "_front.py").write_text("from ._scaler import x")
+    assert not past_the_door(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_all_is_exactly_the_public_names_and_sorted() -> None:
 def test_no_module_is_named_like_a_public_callable() -> None:
     """A sub-package of that name would shadow it."""
     modules = {p.stem for p in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir()}
-    # Files of a private package may be: amphal.tune is no path to amphal/_tune/tune.py.
+    # Files of a private package may be: amphal.tune is no path to amphal/_tune/tuning.py.
     assert not modules & set(amphal.__all__)
     assert "backends" not in amphal.__all__
 

@@ -19,7 +19,7 @@ from torch import nn
 import amphal
 from amphal._tune import candidates as _candidates
 from amphal._tune import show as _tune_show
-from amphal._tune import tune as _tune
+from amphal._tune import tuning as _tune
 from amphal._tune.cache import folder
 from amphal.contract import get_backend
 from amphal.errors import (

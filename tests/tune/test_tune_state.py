@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import amphal
-from amphal._tune import tune as _tune
+from amphal._tune import tuning as _tune
 from amphal._tune.reach import reachable, reachable_state
 from amphal._tune.snapshot import Snapshot
 from amphal.errors import ArgumentError, TuneError

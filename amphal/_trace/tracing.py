@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .._casting.live_lists import op_lists
+from .._casting import op_lists
 from .._choice import choose
-from ..contract.op_lists import OpLists
+from ..contract import OpLists
 from ..errors import ArgumentTypeError
 from .page import page
 from .recorder import Recorder

@@ -1,6 +1,6 @@
 """``tune()``: measure the user's own step under each precision, and take the fastest that is right.
 
-Its parts: the candidates (``_candidates``), what the step can reach (``_state_search``) and its
+Its parts: the candidates (``contenders``), what the step can reach (``_state_search``) and its
 copy (``_snapshot``), the step and its results (``_tune_step``), the race and its decisions
 (``_race``), what is shown (``_tune_show``) and kept (``_tune_cache``).
 """
@@ -19,17 +19,13 @@ from typing import Any
 
 import torch
 
-from .. import _environment as _env
-from .. import _front as _detect
-from .._choice import choice as _plan
+from .. import _environment, _front
+from .._choice import choice
 from .._front import Plan
-from .._torch import matmul as _matmul
-from .._torch import private as _compat
-from ..contract import registry as _registry
-from ..contract.records import Backend
-from ..contract.spelling import DeviceLike, PrecisionLike
+from .._torch import matmul, private
+from ..contract import Backend, DeviceLike, PrecisionLike, registry
 from ..errors import ArgumentError, TuneError
-from . import candidates as _candidates
+from . import candidates as contenders
 from .arguments import Together, common, seconds, together_in, tolerance_of
 from .cache import Cache
 from .decisions import Lane, fastest, ratio_to, spread_of, winner
@@ -98,12 +94,12 @@ def tune(
     budget, tolerance = seconds("budget_s", budget_s), tolerance_of(rtol)
     draw = drawer(chart)
     together = together_in(process_group)
-    unmeasured = _detect.detect(device)
-    backend = _registry.get_backend(unmeasured.hardware.device_type)
+    unmeasured = _front.detect(device)
+    backend = registry.get_backend(unmeasured.hardware.device_type)
     matmuls = dict(backend.float32_matmul(unmeasured.hardware))
     plans = _plans(candidates, unmeasured, backend, matmuls)
     plans = common(plans, together)
-    preferred = together(_candidates.name_of(unmeasured, matmuls))[0]
+    preferred = together(contenders.name_of(unmeasured, matmuls))[0]
     entry = None if cache is None else Cache(cache, _key(unmeasured, plans, tolerance))
 
     found = _recall(entry, together)
@@ -124,7 +120,7 @@ def tune(
             entry.write(*found)
     chosen, rows = found
     draw(rows, chosen, f"{unmeasured.hardware.name}: {chosen} chosen")
-    reasons = _candidates.reasons(plans[chosen], unmeasured, rows, chosen, source)
+    reasons = contenders.reasons(plans[chosen], unmeasured, rows, chosen, source)
     return replace(plans[chosen], reasons=reasons, measured=rows)
 
 
@@ -147,7 +143,7 @@ class _World:
         return self._step.skips(name)
 
     def compiled(self) -> int:
-        return _compat.frames_compiled()
+        return private.frames_compiled()
 
     def within(self, name: str) -> AbstractContextManager[None]:
         return self._plans[name].matmul()
@@ -181,7 +177,7 @@ def _measure(
     snapshot = Snapshot(owners, device, plain)
     try:
         world = _World(step, plans, snapshot, backend)
-        names = _candidates.by_precision(plans)
+        names = contenders.by_precision(plans)
         race = Race(names, world, clock=time.perf_counter, together=together, **how)
         lanes = race.run()
     finally:
@@ -222,13 +218,13 @@ def _rows(lanes: Sequence[Lane]) -> tuple[Measurement, ...]:
 
 
 def _plans(given: Any, base: Plan, backend: Backend, matmuls: dict[str, str]) -> dict[str, Plan]:
-    can_scale = _plan.has_scaler(backend, backend.scaler(base.hardware))
+    can_scale = choice.has_scaler(backend, backend.scaler(base.hardware))
     if given is not None:
-        return _candidates.named_candidates(given, base, matmuls, can_scale)
-    named = _env.read(_env.PRECISION)
+        return contenders.named_candidates(given, base, matmuls, can_scale)
+    named = _environment.read(_environment.PRECISION)
     if named.lower() not in ("", "auto"):  # detect() has checked it
-        return _candidates.named_candidates([base.dtype], base, matmuls, can_scale)
-    return _candidates.usual_candidates(base, matmuls, _matmul.current(), can_scale)
+        return contenders.named_candidates([base.dtype], base, matmuls, can_scale)
+    return contenders.usual_candidates(base, matmuls, matmul.current(), can_scale)
 
 
 def _key(base: Plan, plans: dict[str, Plan], rtol: float | None) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def _key(base: Plan, plans: dict[str, Plan], rtol: float | None) -> dict[str, An
         "amphal": __version__,
         "threads": torch.get_num_threads(),
         "candidates": {name: plan.use_scaler for name, plan in plans.items()},
-        "matmul": _matmul.current(),
+        "matmul": matmul.current(),
         "rtol": rtol,
     }
 
