@@ -52,7 +52,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 why = report.longrepr[2].removeprefix("Skipped: ")
                 how = f"{left[DEVICE]}, not proven: {why}"
             proven.setdefault(how, []).append(report.nodeid.rpartition("::")[2])
-    if proven:
+    failed = sum(
+        DEVICE in dict(report.user_properties)
+        for outcome in ("failed", "error")
+        for report in terminalreporter.stats.get(outcome, ())
+    )
+    if proven or failed:
         terminalreporter.section("amphal: how each check was proven")
         left_out = 0
         for how, checks in sorted(proven.items()):
@@ -62,4 +67,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 f"    {', '.join(check.removeprefix('test_') for check in checks)}"
             )
         total = sum(map(len, proven.values()))
-        terminalreporter.write_line(f"{total - left_out} proven, {left_out} not proven")
+        count = f"{total - left_out} proven, {left_out} not proven"
+        terminalreporter.write_line(f"{count}, {failed} failed" if failed else count)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.plugins.distribution import backend_source, distribution, python
 
+from amphal.testing._device import why_not_installable
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 # The fault (a class of helpers/plugins/wrong_backends.py): the check that must fail.
@@ -134,3 +136,39 @@ def test_the_command_line_names_the_backends_there_are(tmp_path: Path) -> None:
         said = _suite(tmp_path, name)
         assert "cpu" in said
         assert "ERROR: " in said
+
+
+_needs_toy = pytest.mark.skipif(bool(why_not_installable()), reason=why_not_installable())
+
+
+def _gaps(folder: Path, name: str) -> tuple[set[str], str]:
+    """What fails in one class of gaps.py, and what the suite says.
+
+    A process of its own, since the casts that a first region installs stay.
+    """
+    report, file = folder / "report.xml", str(HELPERS / "plugins" / "gaps.py")
+    which = "autocast_casts_as_declared or a_model_trains_in or trains_through_an_overflow"
+    options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-k", which)
+    done = python(folder, "-m", "pytest", *options, f"--rootdir={folder}", f"{file}::Test{name}")
+    return _failures(report)[name], done.stdout
+
+
+@_needs_toy
+def test_ops_that_a_device_lacks_are_all_named(tmp_path: Path) -> None:
+    """The first gap hides neither the second nor what the other ops do; no check fails for it."""
+    failed, said = _gaps(tmp_path, "TwoOpsAreMissing")
+    assert failed == set()
+    assert "toy, on the device, 34 ops; it lacks gelu, tanh:" in said
+    assert "5 proven, 0 not proven\n" in said
+
+
+@_needs_toy
+def test_a_region_that_casts_no_layer_is_caught(tmp_path: Path) -> None:
+    """Training in bf16's name that computes in float32 fails, and is counted; nothing else does.
+
+    In particular the overflow is one whatever the lists say.
+    """
+    failed, said = _gaps(tmp_path, "LayersStayFloat32")
+    assert failed == {"test_a_model_trains_in[bf16]", "test_a_model_trains_in[fp16]"}
+    assert "no layer gave torch.bfloat16, only {torch.float32}" in said
+    assert "3 proven, 0 not proven, 2 failed\n" in said

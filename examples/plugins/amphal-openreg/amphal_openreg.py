@@ -66,12 +66,12 @@ def op_lists(dtype: torch.dtype) -> OpLists:
 
 
 def scaler(hw: Hardware) -> ScalerSupport:
-    """The ``_amp_*`` kernels run through the CPU fallback."""
+    """The ``_amp_*`` kernels and the fused optimizers run through the CPU fallback."""
     return ScalerSupport(
-        native_kernels=False,
+        native_kernels=True,
         fp64=True,
         detects_overflow=True,
-        fused_optimizers=False,
+        fused_optimizers=True,
     )
 
 
