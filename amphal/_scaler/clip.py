@@ -26,7 +26,6 @@ from . import arguments, gradients
 from .norms import (
     _clip_unscaled,
     _coefficient,
-    _multiply,
     _raise_nonfinite,
     _refuse_nonfinite,
     multiply_by,
@@ -151,6 +150,8 @@ def _clip_optimizer(
     params = gradients.params_of(optimizer)
     groups = scaler._gather(optimizer, coalesce=True)
     folds = bool(groups) and gradients.is_plain(groups) and _can_fold(scaler, max_norm, norm_type)
+    if folds and state.stage is OptState.READY and scaler._by_factor(optimizer) is not None:
+        folds = False
     if state.stage is OptState.READY and not folds:
         if error_if_nonfinite:  # first, so that an error leaves the gradients as they were
             exact = _exact_norm(params, scale.reciprocal(), norm_type)
@@ -185,13 +186,16 @@ def _clip_optimizer(
     state.found_inf_per_device = {flag.device: flag}
     state.stage = OptState.UNSCALED
     state.params = params
+    state.calls, state.noted = scaler._scale_calls, scaler._notes_all
     if fused:
         state.divisor = divisor
         return total
     # After an overflow the gradients stay as they are, for the exact check before the step.
     factor = torch.where(flag != 0, torch.ones_like(inverse), inverse * coefficient)
-    _multiply(groups, factor)
+    gradients.multiply_(groups, factor)
     state.recheck = (max_norm, norm_type)
+    if scaler._notes_all:
+        scaler._note(optimizer, torch.where(flag != 0, scale.to(flag.device), 1.0))
     return total
 
 
@@ -241,10 +245,9 @@ def _clip_params(
     if max_norm == math.inf:
         return total
     # NaN where the norm is not finite, and not 0: then the step is skipped, never taken with 0.
-    limit = torch.where(
-        total.isfinite(), _coefficient(total, max_norm), torch.full_like(total, math.nan)
-    )
-    _multiply(gradients.gather(params), limit)
+    nan = torch.full_like(total, math.nan)
+    factor = torch.where(total.isfinite(), _coefficient(total, max_norm), nan)
+    gradients.multiply_(gradients.gather(params), factor)
     return total
 
 

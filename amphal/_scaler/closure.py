@@ -81,6 +81,8 @@ def _finish(
     _remember(scaler, optimizer)
     state = scaler._state_of(optimizer)
     state.stage, state.found = OptState.STEPPED, skipped
+    state.calls, state.noted = scaler._scale_calls, scaler._notes_all
+    scaler._note(optimizer, None)
     if evaluate.flag is not None:
         state.found_inf_per_device = {evaluate.flag.device: evaluate.flag}
     nothing = evaluate.flag is None

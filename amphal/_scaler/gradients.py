@@ -25,6 +25,7 @@ __all__ = [
     "gather",
     "host_value",
     "is_plain",
+    "multiply_",
     "nonfinite_flag",
     "params_of",
     "probe",
@@ -247,6 +248,16 @@ def unscale_(
             flags[device] = torch.maximum(flags[device], flag)
             torch._foreach_mul_(grads, on(device))
     return flags
+
+
+def multiply_(groups: Groups, factor: Tensor) -> None:
+    """Multiply every gradient by ``factor``, a scalar tensor, in place."""
+    for (device, _, kind), grads in groups.items():
+        if kind is Tensor:
+            torch._foreach_mul_(grads, factor.to(device))
+        else:
+            for grad in grads:
+                grad.mul_(factor.to(device))
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["elsewhere", "listed", "names_of_half", "names_of_nonfinite"]
+__all__ = ["elsewhere", "listed", "names_of", "names_of_half", "names_of_nonfinite"]
 
 
 def _parameter_name(names: Mapping[int, str], param: Tensor, group: int, index: int) -> str:
@@ -46,6 +46,11 @@ def names_of_half(optimizer: Any, names: Mapping[int, str]) -> list[str]:
         for name, param in _named(optimizer, names)
         if param.grad is not None and param.grad.dtype is torch.float16
     ]
+
+
+def names_of(params: Iterable[Tensor], names: Mapping[int, str]) -> list[str]:
+    """These parameters, without their optimizer."""
+    return [names.get(id(p)) or f"a parameter of shape {tuple(p.shape)}" for p in params]
 
 
 def elsewhere(otherwise: str) -> str:

@@ -134,22 +134,13 @@ def multiply_by(groups: gradients.Groups, coefficient: float) -> None:
     for key, grads in groups.items():
         dtype = torch.promote_types(key[1], torch.float32)
         for factor in (math.ldexp(1.0, half), math.ldexp(mantissa, exponent - half)):
-            _multiply({key: grads}, torch.full((), factor, dtype=dtype, device=key[0]))
+            gradients.multiply_({key: grads}, torch.full((), factor, dtype=dtype, device=key[0]))
 
 
 def _coefficient(total: Tensor, max_norm: float) -> Tensor:
     if max_norm == math.inf:  # only measures; inf / inf is NaN where the norm alone overflows
         return torch.ones_like(total)
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
-
-
-def _multiply(groups: gradients.Groups, factor: Tensor) -> None:
-    for (device, _, kind), grads in groups.items():
-        if kind is Tensor:
-            torch._foreach_mul_(grads, factor.to(device))
-        else:
-            for grad in grads:
-                grad.mul_(factor.to(device))
 
 
 def _refuse_nonfinite(scaler: Scale, total: Tensor, norm_type: float, params: list[Tensor]) -> None:
@@ -197,5 +188,5 @@ def _clip_unscaled(
             return total
     if error_if_nonfinite:
         _refuse_nonfinite(scaler, total, norm_type, params)
-    _multiply(groups, _coefficient(total, max_norm))
+    gradients.multiply_(groups, _coefficient(total, max_norm))
     return total

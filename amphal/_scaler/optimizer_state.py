@@ -53,6 +53,12 @@ class OptimizerState:
     held: Tensor | None = None
     """The flag of a fused step: where it is set, the gradients still carry the scale."""
 
+    calls: int = 0
+    """How many losses were scaled before this optimizer was stepped."""
+
+    noted: bool = True
+    """Whether all gradients were noted when this optimizer was handled."""
+
     def __getitem__(self, key: str) -> Any:
         try:
             return getattr(self, key)

@@ -32,6 +32,13 @@ class ByOptimizer(Generic[_V]):
         except TypeError:
             self._strong[id(optimizer)] = (optimizer, value)
 
+    def optimizers(self) -> list[Any]:
+        """The optimizers that still exist."""
+        return [*self._weak, *(optimizer for optimizer, _ in self._strong.values())]
+
+    def __len__(self) -> int:
+        return len(self._weak) + len(self._strong)
+
     def get(self, optimizer: Any) -> _V | None:
         """The value, or None."""
         try:

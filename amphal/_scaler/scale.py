@@ -19,6 +19,7 @@ from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
 from . import gradients
 from . import names as grad_names
+from .ledger import Ledger
 from .optimizer_state import OptimizerState
 from .optimizers import ByOptimizer
 from .outcome import AT_FLOOR, UNREAD_LIMIT, History, StepOutcome
@@ -61,6 +62,13 @@ class Scale(torch.amp.GradScaler):
         self._kept_state: dict[str, Any] = {}
         self._hysteresis_spent: Any = 0.0  # a float32 scalar on the scale's device once it counts
         self._scale_calls = self._calls_at_update = 0
+        self._ledger = Ledger()
+        # Whether every gradient is noted. With one optimizer whose gradients are new in each
+        # iteration that would be wasted work, so after the first iteration only one is noted.
+        self._notes_all = True
+        self._survived = False  # gradients that were noted were seen again
+        self._moves, self._calls_at_move = 0, 0  # update() and load_state_dict()
+        self._scale_of_losses: Tensor | None = None  # of the latest scale() before a move
         self._stepped = False
         self._seen: tuple[Tensor | None, int] = (None, 0)
         self._lower = 0.0
@@ -151,7 +159,9 @@ class Scale(torch.amp.GradScaler):
         if new_scale is not None:
             value = rules.new_scale(new_scale, self._min_scale, self._max_scale, scale)
             flag, found = _evidence(list(states.values()), scale.device)
+            before = self._before_move()
             scale.fill_(value)
+            self._after_move(before)
             self._note_scale(gradients.float32(value))
             if flag is not None:
                 self._history.append(flag if found is None else float(found))
@@ -160,6 +170,7 @@ class Scale(torch.amp.GradScaler):
             self._advance(scale, tracker, list(states.values()))
         self._per_optimizer_states = defaultdict(OptimizerState)
         self._calls_at_update = self._scale_calls
+        self._notes_all = self._survived or len(self._outcomes) > 1
         try:
             self._history.tell(self._on_skip)  # last: a hook that raises finds the iteration ended
         finally:
@@ -183,12 +194,14 @@ class Scale(torch.amp.GradScaler):
                 record = flag * (1 - 2 * at_floor.to(flag.dtype))
             elif at_floor.item():
                 record = AT_FLOOR
+        before = self._before_move(rare=False)
         self._move_scale(scale, tracker, flag)
         if found is not False:
             lower *= self._backoff_factor
         if lower < self._min_scale or self._max_scale < rules.LARGEST:
             scale.clamp_(self._min_scale, self._max_scale)
             lower = max(lower, self._min_scale) if lower else 0.0
+        self._after_move(before)
         self._note_scale(lower)
         self._history.append(record)
         if found is not None or len(self._history) >= UNREAD_LIMIT:
@@ -196,6 +209,42 @@ class Scale(torch.amp.GradScaler):
                 # Rare, and the host has waited in this iteration anyway: know the scale again.
                 self._note_scale(scale.item())
             self._read_if_due(found)
+
+    def _before_move(self, *, rare: bool = True) -> tuple[Tensor, list[Tensor]] | None:
+        """The scale before it changes, and the parameters whose gradients wait for their step.
+
+        ``rare``: set by hand or loaded, so that gradients may wait with one optimizer too.
+        """
+        assert self._scale is not None
+        if torch.compiler.is_compiling():
+            return None
+        calls, self._moves = self._calls_at_move, self._moves + 1
+        self._calls_at_move = self._scale_calls
+        if not rare and not self._notes_all:
+            self._scale_of_losses = None
+            return None
+        old, waiting = self._scale.clone(), []
+        if calls != self._scale_calls:
+            self._scale_of_losses = old
+        moment = (self._moves, self._scale_calls)
+        for optimizer in self._outcomes.optimizers():
+            state = self._per_optimizer_states.get(id(optimizer))
+            if state is None or state.stage is OptState.READY:
+                waiting += [
+                    param
+                    for param in gradients.params_of(optimizer)
+                    if param.grad is not None and not self._ledger.find(param.grad, moment)
+                ]
+        return old, waiting
+
+    def _after_move(self, before: tuple[Tensor, list[Tensor]] | None) -> None:
+        """Give gradients that wait the new scale: what is added to them carries it too."""
+        if before is not None and before[1]:
+            assert self._scale is not None
+            groups = gradients.distinct(
+                gradients.gather(list({id(p): p for p in before[1]}.values()))
+            )
+            gradients.multiply_(groups, self._scale / before[0])
 
     def _read_if_due(self, found: bool | None) -> None:
         due = len(self._history) >= UNREAD_LIMIT

@@ -64,7 +64,9 @@ def load(scaler: Scale, state: Any) -> None:
     scaler._growth_factor, scaler._backoff_factor = growth, backoff
     scaler._growth_interval = interval
     if scaler._scale is not None and scaler._growth_tracker is not None:
+        before = scaler._before_move()
         scaler._scale.fill_(scale)
+        scaler._after_move(before)
         scaler._growth_tracker.fill_(tracker)
         scaler._note_scale(gradients.float32(scale))
     scaler._history.reset(*counters[:3])
@@ -137,6 +139,8 @@ def freeze(scaler: Scale) -> dict[str, Any]:
         "_history",
         "_outcomes",
         "_spent",
+        "_ledger",
+        "_scale_of_losses",
         "_seen",
         "_lower",
         "_hysteresis_spent",

@@ -75,13 +75,105 @@ class Stepper(Scale):
             groups, inverse, native=self._native, may_overflow=self._lower_bound() < 1.0
         )
 
+    def _unscale_once(self, optimizer: Any, scale: Tensor) -> dict[torch.device, Tensor]:
+        """Divide each gradient by what it is multiplied with; a flag per device."""
+        parts = self._by_factor(optimizer)
+        if parts is None:
+            # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
+            inverse = scale.reciprocal()
+            return self._unscale_grads_(optimizer, inverse, inverse, False)
+        self._gather(optimizer)  # refuses float16 parameters
+        flags: dict[torch.device, Tensor] = {}
+        for factor, params in parts:
+            inverse = torch.ones_like(scale) if factor is None else factor.reciprocal()
+            groups = gradients.distinct(gradients.gather(params))
+            found = gradients.unscale_(groups, inverse, native=self._native, may_overflow=True)
+            for device, flag in found.items():
+                flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+        return flags
+
+    def _by_factor(self, optimizer: Any) -> list[tuple[Tensor | None, list[Tensor]]] | None:
+        """Parameters by what their gradients are multiplied with (None: unscaled).
+
+        None for all: every gradient carries the scale of now, as in an ordinary loop.
+        """
+        if torch.compiler.is_compiling():  # which does not trace weak references
+            return None
+        if len(self._per_optimizer_states) > 1:
+            self._settle_others(optimizer)
+        usual = self._scale
+        if 0 < self._scale_calls == self._calls_at_move and self._outcomes.get(optimizer) is None:
+            # First seen, and no loss was scaled since the scale moved: these are older.
+            usual = self._scale_of_losses
+            if usual is None:
+                raise ScalerStateError(
+                    f"the gradients of this {type(optimizer).__name__} were computed before "
+                    "update() or load_state_dict(), with a scale that is not known any more: step "
+                    "every optimizer before scaler.update()"
+                )
+        if not self._ledger.alive() and usual is self._scale:
+            return None
+        moment = (self._moves, self._scale_calls)
+        parts: dict[int, tuple[Tensor | None, list[Tensor]]] = {}
+        for param in gradients.params_of(optimizer):
+            if param.grad is not None:
+                entry = self._ledger.find(param.grad, moment)
+                factor = usual if entry is None else entry.factor
+                parts.setdefault(id(factor), (factor, []))[1].append(param)
+        if all(factor is self._scale for factor, _ in parts.values()):
+            return None
+        self._survived = self._notes_all = True
+        return list(parts.values())
+
+    def _settle_others(self, optimizer: Any) -> None:
+        """Before gradients that another optimizer has handled are handled again."""
+        own = _ids_of_grads(optimizer)
+        for state in self._per_optimizer_states.values():
+            if state.optimizer is optimizer or state.stage is OptState.READY:
+                continue
+            params = gradients.params_of(state.optimizer)
+            shared = [p for p in params if p.grad is not None and id(p.grad) in own]
+            if shared and not state.noted:
+                self._survived = self._notes_all = True
+                # A tensor that nobody has written into is of a later backward pass.
+                if state.calls == self._scale_calls or any(
+                    p.grad is not None and p.grad._version for p in shared
+                ):
+                    raise ScalerStateError(
+                        f"{grad_names.listed(grad_names.names_of(shared, self._names()))}: "
+                        f"shared with a {type(state.optimizer).__name__} that was handled in this "
+                        "iteration, before this scaler knew of a second optimizer. Whether the "
+                        "gradient is unscaled is not known: call zero_grad(), then "
+                        "scaler.update(), and go on with the next iteration"
+                    )
+            if shared and state.stage is OptState.UNSCALED and state.divisor is not None:
+                # A fused optimizer's clipping that waits for its step: do it here.
+                assert self._scale is not None
+                flag = gradients.any_flag(state.found_inf_per_device.values(), self._scale.device)
+                assert flag is not None
+                divisor = torch.where(flag != 0, self._scale, state.divisor.to(flag.device))
+                gradients.multiply_(
+                    gradients.distinct(gradients.gather(params)), divisor.reciprocal()
+                )
+                state.divisor = None
+                self._note(state.optimizer, None)
+
+    def _note(self, optimizer: Any, factor: Tensor | None) -> None:
+        """The gradients of this optimizer are multiplied with ``factor`` now (None: unscaled)."""
+        if torch.compiler.is_compiling():
+            return
+        params = gradients.params_of(optimizer)
+        if not self._notes_all:
+            params = next(([param] for param in params if param.grad is not None), [])
+        self._ledger.note(params, factor, (self._moves, self._scale_calls))
+
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """torch's hook for fused optimizers: the flags, with the gradients as they are."""
         scale, _ = self._check_scale_growth_tracker("step")
         groups = self._gather(optimizer)
         state = self._state_of(optimizer)
         sure = self._lower_bound() >= 1.0
-        if gradients.distinct(groups) is not groups:
+        if gradients.distinct(groups) is not groups or self._by_factor(optimizer) is not None:
             self.unscale_(optimizer)  # the optimizer would divide by the scale at each occurrence
         elif gradients.is_plain(groups) and not (sure and self._native):
             state.found_inf_per_device = gradients.probe(groups, scale)
@@ -118,11 +210,12 @@ class Stepper(Scale):
             return
         scale = self._scale
         assert scale is not None
-        # The float32 reciprocal is the double one rounded: 53 bits are more than 2 x 24 + 1.
-        inverse = scale.reciprocal()
-        state.found_inf_per_device = self._unscale_grads_(optimizer, inverse, inverse, False)
+        state.found_inf_per_device = self._unscale_once(optimizer, scale)
         state.stage = OptState.UNSCALED
         state.params = gradients.params_of(optimizer)
+        state.calls, state.noted = self._scale_calls, self._notes_all
+        if self._notes_all:
+            self._note(optimizer, None)
 
     def _take_newcomers(self, optimizer: Any, state: OptimizerState) -> None:
         """Check and unscale what joined the optimizer after ``unscale_`` or a clip."""
@@ -164,12 +257,17 @@ class Stepper(Scale):
             if state.stage is OptState.STEPPED:
                 self._forget_untouched()
                 raise out_of_order("step", state)
+        shared = False
         if len(optimizers) > 1:
+            seen: set[int] = set()
             for optimizer in optimizers:  # refuse before anything is unscaled
                 self._gather(optimizer)
+                ids = _ids_of_grads(optimizer)
+                shared = shared or not seen.isdisjoint(ids)
+                seen |= ids
         for optimizer, state in zip(optimizers, states, strict=True):
             if state.stage is OptState.READY and not _takes_scaler(optimizer):
-                if is_fused(optimizer):
+                if is_fused(optimizer) and not shared:
                     self._check_inf_per_device(optimizer)
                 else:
                     self.unscale_(optimizer)
@@ -263,7 +361,13 @@ class Stepper(Scale):
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
             elif not skip:
                 result = self._step_fused(optimizer, state, flag, args, kwargs)
-        state.stage = OptState.STEPPED
+        state.stage, state.calls, state.noted = OptState.STEPPED, self._scale_calls, self._notes_all
+        if state.held is None:
+            self._note(optimizer, None)
+        elif self._notes_all:
+            assert self._scale is not None
+            scale = self._scale.to(state.held.device)
+            self._note(optimizer, torch.where(state.held != 0, scale, 1.0))
         self._finish_step(optimizer, outcome)
         return result
 
@@ -316,6 +420,10 @@ class Stepper(Scale):
             drop_stale_casts()
 
 
+def _ids_of_grads(optimizer: Any) -> set[int]:
+    return {id(p.grad) for p in gradients.params_of(optimizer) if p.grad is not None}
+
+
 def _set_flag(states: list[OptimizerState], flag: Tensor) -> None:
     for state in states:
         if state.own is None:
@@ -329,12 +437,12 @@ def recheck(scaler: Stepper, states: list[OptimizerState]) -> Tensor | None:
     A 2-norm can exceed float32 where no single gradient does. Rare, so it may wait for the device.
     """
     assert scaler._scale is not None
-    inverse, again = scaler._scale.reciprocal(), []
+    again = []
     flags: list[Tensor] = []
     for state in states:
         own = state.found_inf_per_device if state.own is None else state.own
         if state.recheck is not None and any(flag.item() for flag in own.values()):
-            own = scaler._unscale_grads_(state.optimizer, inverse, inverse, False)
+            own = scaler._unscale_once(state.optimizer, scaler._scale)
             again.append((gradients.params_of(state.optimizer), *state.recheck))
         flags += own.values()
     flag = gradients.any_flag(flags, scaler._scale.device)
