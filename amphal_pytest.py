@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 how = f"{left[DEVICE]}, not proven: {why}"
             proven.setdefault(how, []).append(report.nodeid.rpartition("::")[2])
     failed = sum(
-        DEVICE in dict(report.user_properties)
+        DEVICE in dict(getattr(report, "user_properties", ()))
         for outcome in ("failed", "error")
         for report in terminalreporter.stats.get(outcome, ())
     )
