@@ -17,7 +17,7 @@ from .autocast import autocast
 if TYPE_CHECKING:
     from .custom_function import custom_bwd, custom_fwd
     from .pin import STORED_MARK, set_precision
-    from .region import Region
+    from .region import Region, depth, innermost
 
 # At first use, since ``import amphal`` comes through this door and needs the region alone.
 _AT_FIRST_USE = {
@@ -25,6 +25,8 @@ _AT_FIRST_USE = {
     "STORED_MARK": "pin",
     "custom_bwd": "custom_function",
     "custom_fwd": "custom_function",
+    "depth": "region",
+    "innermost": "region",
     "set_precision": "pin",
 }
 
@@ -34,7 +36,9 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "depth",
     "engines",
+    "innermost",
     "set_precision",
 ]
 

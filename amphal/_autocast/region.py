@@ -98,6 +98,11 @@ def innermost() -> Region:
     return _thread.stack[-1][0]
 
 
+def depth() -> int:
+    """How many entered regions this thread is in."""
+    return len(_thread.stack)
+
+
 def push_delegate(region: Region, delegate: torch.autocast) -> None:
     """Note that ``region`` has been entered by entering ``delegate``; leaving it leaves that."""
     _thread.stack.append((region, None, None, None, 0, delegate))

@@ -3,8 +3,8 @@
 What is torch's or amphal's own (modules, optimizers, schedulers, scalers) is walked through all its
 attributes, so that state which a step creates lazily is gone again afterwards. Anything else with
 ``state_dict`` and ``load_state_dict`` is asked for its state. The random number generators belong
-to every copy. Plain objects and containers are put back where tensors lie in them: a cache of keys
-and values, or a dict of averages, is again what it was.
+to every copy. Lists, dicts and sets have their elements again: a dict of averages, or the keys and
+values that ``vars(cache)`` names, is what it was.
 """
 
 from __future__ import annotations
@@ -12,24 +12,17 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from .._torch import matmul
 from ..errors import ArgumentError, ArgumentTypeError
+from .settings import keep_settings
 
-__all__ = [
-    "LONGEST",
-    "Snapshot",
-    "holds_state",
-    "is_librarys",
-    "is_plain",
-    "is_walked",
-]
+__all__ = ["Snapshot", "attributes_of", "holds_state"]
 
 _TORCHS = (
     torch.nn.Module,
@@ -38,15 +31,10 @@ _TORCHS = (
     torch.amp.GradScaler,
 )
 
-LONGEST = 1000
-"""Longer containers are data."""
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-_GROUPS = ("types", "argparse")
-"""Of the standard library's modules, those whose objects only group what a user puts there."""
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "amphal"}) - {"__main__"}
+_CONTAINERS = (MutableMapping, list, deque, set)
 
 
-def is_walked(value: object) -> bool:
+def _is_walked(value: object) -> bool:
     """Whether all attributes of ``value`` belong to its state."""
     return isinstance(value, _TORCHS)
 
@@ -79,26 +67,22 @@ def _has_method(value: object, name: str) -> bool:
 class Snapshot:
     """The state of some objects and of the generators, at the time of construction."""
 
-    def __init__(
-        self, owners: Iterable[object], device: torch.device, plain: Iterable[object] = ()
-    ) -> None:
+    def __init__(self, owners: Iterable[object], device: torch.device) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._settings: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}  # holds the objects too, so that an id stays theirs
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         with torch.no_grad():
             for owner in owners:
-                if not holds_state(owner):
+                if not (holds_state(owner) or isinstance(owner, _CONTAINERS)):
                     raise ArgumentTypeError(
                         "state must name modules, optimizers, schedulers, scalers, tensors, random "
-                        "number generators or other objects with state_dict() and "
-                        f"load_state_dict(), got {type(owner).__name__} ({owner!r})"
+                        "number generators, lists, dicts, sets or other objects with state_dict() "
+                        "and load_state_dict() (for a plain object, vars(it)), "
+                        f"got {type(owner).__name__} ({owner!r})"
                     )
                 self._keep(owner)
-        for value in plain:
-            self._keep_plain(value)
         self._keep_generators(device)
-        self._keep_settings()
+        self._settings = keep_settings(device)
 
     def forget(self) -> None:
         """Let go of the copy: the traceback of an error may hold this object for long."""
@@ -118,13 +102,16 @@ class Snapshot:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
-        for undo in self._settings:
-            undo()
+        self._settings()
         # Putting a gradient back has written to it, which is no backward pass.
         self._gradients = [
             (tensor, grad, 0 if grad is None else grad._version)
             for tensor, grad, _ in self._gradients
         ]
+
+    def keeps(self, value: object) -> bool:
+        """Whether ``value`` is part of the copy."""
+        return id(value) in self._seen
 
     def has_optimizer(self) -> bool:
         """Whether an optimizer is among what was kept."""
@@ -145,7 +132,7 @@ class Snapshot:
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self._keep_tensor(value)
-        elif is_walked(value) or type(value).__module__.startswith("amphal."):
+        elif _is_walked(value) or type(value).__module__.startswith("amphal."):
             self._keep_attributes(value)
         elif isinstance(value, MutableMapping):
             self._keep_mapping(value)
@@ -210,24 +197,6 @@ class Snapshot:
         for item in list(values):
             self._keep(item)
 
-    def _keep_plain(self, value: Any) -> None:
-        """Not its elements: the search for state has found them already."""
-        if isinstance(value, MutableMapping):
-            put_back = undo_mapping(value)
-        elif isinstance(value, (list, deque)):
-            put_back = undo_list(value)
-        elif isinstance(value, set):
-            put_back = undo_set(value)
-        else:
-            put_back = undo_attributes(value)
-        held = holds_tensors(value)
-
-        def undo() -> None:
-            if held or holds_tensors(value):
-                put_back()
-
-        self._undo.append(undo)
-
     def _keep_generator(self, generator: Any) -> None:
         if isinstance(generator, torch.Generator):
             state = generator.get_state()
@@ -241,10 +210,6 @@ class Snapshot:
         else:
             words = generator.get_state()
             self._undo.append(lambda: generator.set_state(words))
-
-    def _keep_settings(self) -> None:
-        grad = torch.is_grad_enabled()
-        self._settings += [lambda: torch.set_grad_enabled(grad), matmul.keep()]
 
     def _keep_generators(self, device: torch.device) -> None:
         """Those that a program draws from without naming one."""
@@ -265,37 +230,6 @@ class Snapshot:
         if numpy is not None:
             words = numpy.random.get_state()
             self._undo.append(lambda: numpy.random.set_state(words))
-
-
-def is_plain(value: object) -> bool:
-    """Whether ``value`` is a container or an object that only groups others."""
-    if type(value) in _CONTAINERS:
-        return len(value) <= LONGEST  # type: ignore[arg-type]
-    if isinstance(value, (type, ModuleType, Mapping)) or holds_state(value):
-        return False
-    kind = type(value)
-    return kind.__module__ in _GROUPS or not is_librarys(kind.__module__)
-
-
-def holds_tensors(value: object, depth: int = 4) -> bool:
-    """Whether a tensor lies in a plain value, or in plain ones inside it."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0:
-        return False
-    inner: Iterable[object] = ()
-    if isinstance(value, tuple):
-        inner = value[:LONGEST]
-    elif isinstance(value, dict) and is_plain(value):
-        inner = list(value.values())
-    elif is_plain(value):
-        inner = list(value) if type(value) in _CONTAINERS else attributes_of(value).values()  # type: ignore[call-overload]
-    return any(holds_tensors(one, depth - 1) for one in inner)
-
-
-def is_librarys(module: str) -> bool:
-    """Whether objects of this module's types are not looked into."""
-    return module.partition(".")[0] in _LIBRARIES
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

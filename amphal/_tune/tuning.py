@@ -1,8 +1,8 @@
 """``tune()``: measure the user's own step under each precision, and take the fastest that is right.
 
-Its parts: the candidates (``contenders``), what the step can reach (``_state_search``) and its
-copy (``_snapshot``), the step and its results (``_tune_step``), the race and its decisions
-(``_race``), what is shown (``_tune_show``) and kept (``_tune_cache``).
+Its parts: the candidates (``candidates``), what the step's function holds (``held``) and its copy
+(``snapshot``, ``settings``), the step and its results (``step``), the race (``race``) and its rules
+(``decisions``), what is shown (``show``) and kept (``cache``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -29,8 +29,8 @@ from . import candidates as contenders
 from .arguments import Together, common, seconds, together_in, tolerance_of
 from .cache import Cache
 from .decisions import Lane, fastest, ratio_to, spread_of, winner
+from .held import held_by, only_known_optimizers
 from .race import Race
-from .reach import reachable
 from .sentences import Measurement
 from .show import drawer, progress_bar
 from .snapshot import Snapshot
@@ -71,8 +71,11 @@ def tune(
         budget_s: seconds to measure. Each candidate's first step, which may compile, comes on top,
             and three rounds are always made.
         device: where the step runs; None as for :func:`detect`.
-        state: what the step changes. None: what it can reach through its closure, its ``self``,
-            ``functools.partial`` and the globals that it names. Iterators cannot be put back.
+        state: what the step changes, to be put back: modules, optimizers, schedulers, scalers,
+            tensors, generators, lists, dicts, sets, or what has ``state_dict()`` and
+            ``load_state_dict()``. None: what the step's function holds directly, in its closure,
+            its defaults, its ``functools.partial`` arguments, its bound ``self`` and the attributes
+            of that; an error where no module is among them. Iterators cannot be put back.
         rtol: how far losses or outputs may be from the most precise candidate's, relative. None
             compares nothing.
         progress: a bar on stderr, where that is a terminal.
@@ -91,6 +94,7 @@ def tune(
         MissingExtraError: a PNG was asked for and matplotlib is missing.
     """
     own = Step(step)
+    owners = held_by(step) if state is None else _owners(state)
     budget, tolerance = seconds("budget_s", budget_s), tolerance_of(rtol)
     draw = drawer(chart)
     together = together_in(process_group)
@@ -105,12 +109,12 @@ def tune(
     found = _recall(entry, together)
     source = "measured before, read from the cache" if found else ""
     if found is None:
-        reached = reachable(step) if state is None else (_owners(state), [])
         with _one_at_a_time, progress_bar(progress) as tell:
             found = _measure(
                 own,
                 plans,
-                reached,
+                owners,
+                state is None,
                 backend,
                 preferred,
                 together,
@@ -134,7 +138,7 @@ class _World:
         self._calls = {name: step.caller(name, plan) for name, plan in plans.items()}
         self.wait: Callable[[], None] = backend.synchronize or (lambda: None)
         if step.takes == 0 and snapshot.has_optimizer():
-            raise self._must_not_train("it reaches an optimizer")
+            raise self._must_not_train("it holds an optimizer")
 
     def step(self, name: str) -> Any:
         return self._calls[name]()
@@ -166,20 +170,21 @@ class _World:
 def _measure(
     step: Step,
     plans: dict[str, Plan],
-    reached: tuple[Iterable[object], Iterable[object]],
+    owners: Iterable[object],
+    found: bool,
     backend: Backend,
     preferred: str,
     together: Together,
     how: dict[str, Any],
 ) -> tuple[str, tuple[Measurement, ...]]:
     device = next(iter(plans.values())).device
-    owners, plain = reached
-    snapshot = Snapshot(owners, device, plain)
+    snapshot = Snapshot(owners, device)
     try:
         world = _World(step, plans, snapshot, backend)
         names = contenders.by_precision(plans)
         race = Race(names, world, clock=time.perf_counter, together=together, **how)
-        lanes = race.run()
+        with only_known_optimizers(snapshot) if found else nullcontext():
+            lanes = race.run()
     finally:
         snapshot.restore()
         snapshot.forget()

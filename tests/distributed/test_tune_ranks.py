@@ -54,6 +54,7 @@ def tuned(
             candidates=list(costs[rank]),
             budget_s=1,
             device="cpu",
+            state=(),
             process_group=dist.group.WORLD if group else None,
         )
     except amphal.AmphalError as exc:

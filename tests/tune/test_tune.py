@@ -76,7 +76,8 @@ def xeon() -> Any:
 
 
 def tune(step: Callable[..., Any], **how: Any) -> amphal.Plan:
-    return amphal.tune(step, **{"budget_s": 1.0, "candidates": ["fp32", "bf16", "fp16"], **how})
+    how = {"budget_s": 1.0, "candidates": ["fp32", "bf16", "fp16"], "state": (), **how}
+    return amphal.tune(step, **how)
 
 
 # The plan.
@@ -100,7 +101,7 @@ def test_the_fastest_is_chosen_and_the_table_is_its_reason(clock: Clock) -> None
 
 def test_the_plan_keeps_its_measurements() -> None:
     """Frozen, hashable, picklable, JSON-able, and equal only to what measured the same."""
-    plan = amphal.tune(lambda plan: None, budget_s=0.1, candidates=["fp32:medium"])
+    plan = amphal.tune(lambda plan: None, budget_s=0.1, candidates=["fp32:medium"], state=())
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan
     assert hash(again) == hash(plan)
@@ -193,16 +194,46 @@ def test_matmul_is_put_back_in_any_order() -> None:
 
 
 def test_settings_are_put_back() -> None:
-    """A step that sets the process's matmul precision or grad mode leaves neither behind."""
+    """A step that sets the process's or the thread's settings leaves none of them behind."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
 
     def step(plan: amphal.Plan) -> float:
         torch.set_float32_matmul_precision("high")
         torch.set_grad_enabled(False)
+        torch.set_num_threads(threads + 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = not benchmark
         return 1.0
 
-    amphal.tune(step, candidates=["fp32"], budget_s=0.01)
+    amphal.tune(step, candidates=["fp32"], budget_s=0.01, state=())
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark is benchmark
+
+
+@pytest.mark.parametrize("ops", [None, {"softmax": "fp32"}])
+def test_an_interrupt_leaves_no_region(ops: Any) -> None:
+    """Also one that falls after a region was entered and before anything leaves it."""
+
+    def step(plan: amphal.Plan) -> float:
+        amphal.autocast("cpu", dtype="bf16", ops=ops).__enter__()
+        torch.autocast("cpu", dtype=torch.float16, cache_enabled=False).__enter__()
+        raise KeyboardInterrupt
+
+    with amphal.autocast("cpu", dtype="bf16", enabled=False):
+        outside = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        with pytest.raises(KeyboardInterrupt):
+            amphal.tune(step, device="cpu", candidates=["fp32"], state=())
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert torch.is_autocast_cache_enabled()
+        assert torch.autocast_increment_nesting() == outside
+        torch.autocast_decrement_nesting()
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
 
 
 def test_matmul_refuses_a_mix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +252,7 @@ def test_matmul_refuses_a_mix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_that_the_hardware_can_do(xeon: None, clock: Clock) -> None:
     """None names every dtype that is not absent, and the matmul precisions that matter."""
-    amphal.tune(clock.spend, budget_s=1)
+    amphal.tune(clock.spend, budget_s=1, state=())
     assert set(clock.calls) == {"fp32", "fp32:medium", "bf16", "fp16"}
 
 
@@ -229,7 +260,7 @@ def test_what_is_set_already_is_no_candidate(xeon: None, clock: Clock) -> None:
     """fp32 runs under the setting that is there."""
     torch.set_float32_matmul_precision("medium")
     try:
-        amphal.tune(clock.spend, budget_s=1)
+        amphal.tune(clock.spend, budget_s=1, state=())
     finally:
         torch.set_float32_matmul_precision("highest")
     assert "fp32:medium" not in clock.calls
@@ -254,7 +285,7 @@ def test_the_environment_names_the_only_candidate(
     """AMPHAL_PRECISION wins over the hardware here too; candidates= wins over it."""
     monkeypatch.setenv("AMPHAL_PRECISION", "fp32")
     amphal.detect.cache_clear()
-    assert amphal.tune(clock.spend, budget_s=1).dtype is torch.float32
+    assert amphal.tune(clock.spend, budget_s=1, state=()).dtype is torch.float32
     assert set(clock.calls) == {"fp32"}
     assert tune(clock.spend).dtype is torch.bfloat16
 
@@ -413,9 +444,9 @@ def test_a_step_without_arguments_must_not_train() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
     before = model.weight.clone()
-    for step, why in ((trains, "it reaches an optimizer"), (backward, "it left gradients")):
+    for step, why in ((trains, "it holds an optimizer"), (backward, "it left gradients")):
         with pytest.raises(ArgumentError, match=why):
-            tune(step, candidates=["fp32", "bf16"])
+            tune(step, candidates=["fp32", "bf16"], state=None)
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
 
@@ -432,13 +463,13 @@ def test_gradients_of_before_are_not_those_of_a_step_without_arguments(
     assert grad is not None
     before = grad.clone()
 
-    plan = tune(lambda: model(x), candidates=["fp32", "bf16"])
+    plan = tune(lambda: model(x), candidates=["fp32", "bf16"], state=None)
     assert plan.measured
     assert model.weight.grad is grad
     assert torch.equal(grad, before)
 
     with pytest.raises(ArgumentError, match="it left gradients"):
-        tune(lambda: model(x).sum().backward(), candidates=["fp32", "bf16"])
+        tune(lambda: model(x).sum().backward(), candidates=["fp32", "bf16"], state=None)
     assert torch.equal(grad, before)
 
 
@@ -472,7 +503,7 @@ def test_a_training_step_leaves_nothing_behind(clock: Clock) -> None:
     work = training(clock)
     before = {k: v.clone() for k, v in work.model.state_dict().items()}
     drawn = torch.get_rng_state()
-    plan = tune(work.step)
+    plan = tune(work.step, state=None)
     assert plan.dtype is torch.bfloat16
     assert all(torch.equal(v, before[k]) for k, v in work.model.state_dict().items())
     assert not work.optimizer.state
@@ -484,7 +515,7 @@ def test_a_training_step_leaves_nothing_behind(clock: Clock) -> None:
 def test_candidates_start_alike(clock: Clock) -> None:
     """The first loss of each is that of the same weights, dropout included."""
     work = training(clock)
-    tune(work.step)
+    tune(work.step, state=None)
     firsts = {}
     for name, loss in work.losses:
         firsts.setdefault(name, loss)
@@ -506,7 +537,7 @@ def test_an_interrupt_puts_everything_back(
     work = training(clock, fail)
     before = {k: v.clone() for k, v in work.model.state_dict().items()}
     with pytest.raises(error):
-        tune(work.step, candidates=["fp32:medium", "bf16"])
+        tune(work.step, candidates=["fp32:medium", "bf16"], state=None)
     assert len(clock.calls) == after
     assert all(torch.equal(v, before[k]) for k, v in work.model.state_dict().items())
     assert not work.optimizer.state
@@ -525,6 +556,31 @@ def test_state_names_what_is_put_back(clock: Clock) -> None:
     tune(step, state=[kept])
     assert kept.item() == 0
     assert left.item() > 0
+
+
+GLOBAL_MODEL = nn.Linear(2, 1)
+GLOBAL_OPTIMIZER = torch.optim.SGD(GLOBAL_MODEL.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_an_optimizer_that_is_not_held_does_not_step() -> None:
+    """Without state=, one that the search did not see is an error before it writes anything."""
+    model = nn.Linear(2, 1)
+
+    def step(plan: amphal.Plan) -> torch.Tensor:
+        loss = (model(torch.ones(1, 2)) + GLOBAL_MODEL(torch.ones(1, 2))).sum()
+        loss.backward()
+        GLOBAL_OPTIMIZER.step()
+        return loss
+
+    before = GLOBAL_MODEL.weight.detach().clone()
+    with pytest.raises(
+        ArgumentError, match=r"an optimizer \(SGD\) that its function does not hold"
+    ):
+        tune(step, state=None)
+    assert torch.equal(GLOBAL_MODEL.weight, before)
+    assert not GLOBAL_OPTIMIZER.state
+    GLOBAL_MODEL.zero_grad()
+    GLOBAL_OPTIMIZER.step()  # the check has ended with tune()
 
 
 def test_threads_measure_one_after_the_other(clock: Clock) -> None:

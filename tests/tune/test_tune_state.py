@@ -1,26 +1,22 @@
-"""What a step can reach, and that all of it is put back bit by bit."""
+"""What a step holds, and that all of it is put back bit by bit."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import gc
 import random
 import weakref
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import amphal
 from amphal._tune import tuning as _tune
-from amphal._tune.reach import reachable, reachable_state
+from amphal._tune.held import held_by
 from amphal._tune.snapshot import Snapshot
 from amphal.errors import ArgumentError, TuneError
 
@@ -90,7 +86,7 @@ def test_everything_is_put_back(optimizer: str, options: dict[str, Any], warm: i
     for _ in range(warm):
         work.step()
     before = copy.deepcopy(work.state())
-    snapshot = Snapshot(reachable_state(work.step), CPU)
+    snapshot = Snapshot(held_by(work.step), CPU)
     first = [work.step() for _ in range(4)]
     work.model.eval()
     snapshot.restore()
@@ -115,7 +111,7 @@ def test_lbfgs_is_put_back() -> None:
         return float(optimizer.step(closure).detach())
 
     step()
-    snapshot = Snapshot(reachable_state(step), CPU)
+    snapshot = Snapshot(held_by(step), CPU)
     first = [step() for _ in range(3)]
     snapshot.restore()
     assert [step() for _ in range(3)] == first
@@ -185,7 +181,7 @@ def test_generators_of_ones_own_are_put_back() -> None:
     def step() -> list[float]:
         return [float(torch.rand(1, generator=ours)), plain.random(), float(numpys.random())]
 
-    snapshot = Snapshot(reachable_state(step), CPU)
+    snapshot = Snapshot([ours, plain, numpys], CPU)
     first = step()
     snapshot.restore()
     assert step() == first
@@ -231,86 +227,28 @@ def test_an_interrupt_while_restoring_still_restores() -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
-# What is found.
+# What is found without state=.
 
 GLOBAL_MODEL = nn.Linear(2, 2)
-GLOBAL_UNUSED = nn.Linear(2, 2)
-LIBRARY = ModuleType("users_library")
-LIBRARY.model, LIBRARY.other = nn.Linear(1, 1), nn.Linear(1, 1)  # type: ignore[attr-defined]
-
-
-def by_global(plan: Any) -> Any:
-    return GLOBAL_MODEL(plan)
-
-
-def by_module(plan: Any) -> Any:
-    return LIBRARY.model(plan)
-
-
-def by_helper(plan: Any) -> Any:
-    return [by_global(x) for x in plan]
 
 
 class Holder:
     """A plain object, as a trainer is."""
 
     def __init__(self) -> None:
-        self.parts = {"models": [nn.Linear(3, 3)]}
+        self.model = nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        self.epoch = 0
 
     def step(self, plan: Any) -> Any:
-        return self.parts
+        return self.model(plan)
 
     def __call__(self, plan: Any) -> Any:
-        return by_global(plan)
+        return self.model(plan)
 
 
-def found(step: Callable[..., Any]) -> list[object]:
-    return reachable_state(step)
-
-
-def test_globals_that_the_code_names_are_found() -> None:
-    """Directly, in a helper, and in a module of the user's; what is not named is not."""
-    assert found(by_global) == [GLOBAL_MODEL]
-    assert found(by_helper) == [GLOBAL_MODEL]
-    assert found(by_module) == [LIBRARY.model]
-
-
-def test_self_is_searched() -> None:
-    """A bound method's self, its plain attributes, and what its methods name."""
-    holder = Holder()
-    assert holder.parts["models"][0] in found(holder.step)
-    assert set(map(id, found(holder))) == {id(holder.parts["models"][0]), id(GLOBAL_MODEL)}
-
-
-def test_closures_partials_and_defaults_are_searched() -> None:
-    """Also through a decorator and a lambda."""
-    a, b, c = nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)
-
-    @amphal.autocast("cpu", dtype="bf16")
-    def inner(x: Any, model: nn.Module = b) -> Any:
-        return a(x)
-
-    step = functools.partial(lambda model, plan: inner(plan), c)
-    assert {id(one) for one in found(step)} == {id(a), id(b), id(c)}
-
-
-def test_long_containers_are_data() -> None:
-    """A list of a million samples is not copied."""
-    data = [torch.ones(1)] * 1001
-    assert found(lambda plan: data[0]) == []
-
-
-class Settings:
-    """A class that is used as a namespace."""
-
-    model = nn.Linear(4, 4)
-
-
-class Trainer:
-    """An object whose own state is not all that it changes."""
-
-    def __init__(self) -> None:
-        self.model, self.epoch = nn.Linear(5, 5), 0
+class Trainer(Holder):
+    """An object with a state of its own."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -319,68 +257,47 @@ class Trainer:
         self.epoch = state["epoch"]
 
 
-class Indirect:
-    """What it reaches, it reaches by methods of other kinds."""
-
-    @staticmethod
-    def by_static(plan: Any) -> Any:
-        return GLOBAL_MODEL(plan)
-
-    @property
-    def library(self) -> Any:
-        return LIBRARY.model
-
-    def step(self, plan: Any) -> Any:
-        return self.by_static(self.library(plan))
+def test_self_is_searched() -> None:
+    """A bound method's self and its attributes; an object that is called likewise."""
+    holder, trainer = Holder(), Trainer()
+    assert held_by(holder.step) == held_by(holder) == [holder.model, holder.optimizer]
+    assert held_by(trainer.step) == [trainer, trainer.model, trainer.optimizer]
 
 
-class Slotted:
-    """No ``__dict__``."""
+def test_closures_partials_and_defaults_are_searched() -> None:
+    """Also below a decorator."""
+    a, b, c = nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)
 
-    __slots__ = ("model",)
+    @amphal.autocast("cpu", dtype="bf16")
+    def inner(model: Any, plan: Any, other: nn.Module = b) -> Any:
+        return a(plan)
 
-
-def test_namespaces_are_searched() -> None:
-    """Classes, SimpleNamespace and argparse's: notebooks keep their models there."""
-    space, options = SimpleNamespace(model=nn.Linear(1, 1)), argparse.Namespace(model=GLOBAL_MODEL)
-    slotted = Slotted()
-    slotted.model = nn.Linear(1, 2)
-    assert found(lambda plan: Settings.model(plan)) == [Settings.model]
-    assert found(lambda plan: space.model(plan)) == [space.model]
-    assert found(lambda plan: options.model(plan)) == [GLOBAL_MODEL]
-    assert found(lambda plan: slotted.model(plan)) == [slotted.model]
+    step = functools.partial(inner, c)
+    assert {id(one) for one in held_by(step)} == {id(a), id(b), id(c)}
 
 
-def test_all_kinds_of_methods_are_searched() -> None:
-    """Static methods, properties, and a cached function."""
-    assert {id(one) for one in found(Indirect().step)} == {id(GLOBAL_MODEL), id(LIBRARY.model)}
-    cached = functools.lru_cache(by_global)
-    assert found(lambda plan: cached(plan)) == [GLOBAL_MODEL]
+def by_global(plan: Any) -> Any:
+    return GLOBAL_MODEL(plan)
 
 
-def test_a_state_of_ones_own_need_not_be_all() -> None:
-    """An object whose state_dict() has only an epoch is searched for its model too."""
-    trainer = Trainer()
-    assert found(lambda plan: trainer.model(plan)) == [trainer, trainer.model]
+def test_where_no_module_is_held_state_has_to_be_passed() -> None:
+    """Globals, and containers in a closure, are not searched; the error says what to pass."""
+    models, x = [nn.Linear(1, 1)], torch.ones(1)
+    for step in (by_global, lambda plan: models[0](x)):
+        with pytest.raises(ArgumentError, match=r"state=\[model, optimizer, ...\]; state=\[\] if"):
+            amphal.tune(step, device="cpu")  # type: ignore[arg-type]
 
 
-def test_a_loaders_generator_is_found() -> None:
-    """It shuffles by it; its data are not copied."""
-    generator = torch.Generator()
-    data = TensorDataset(torch.ones(4, 1))
-    loader = DataLoader(data, shuffle=True, generator=generator)
-    assert found(lambda plan: next(iter(loader))) == [generator]
+def test_an_optimizer_of_a_module_that_is_not_held_is_an_error() -> None:
+    """The buffers of that module would stay as the steps left them."""
+    model, optimizer = nn.Linear(1, 1), torch.optim.SGD(GLOBAL_MODEL.parameters())
 
+    def step(plan: Any) -> None:
+        model(plan)
+        optimizer.step()
 
-def test_a_proxy_is_not_asked() -> None:
-    """An object that answers every attribute, or none, is no state."""
-
-    class Proxy:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("nothing to stand for")
-
-    proxy = Proxy()
-    assert found(lambda plan: proxy) == []
+    with pytest.raises(ArgumentError, match=r"an optimizer \(SGD\) of parameters whose module"):
+        held_by(step)
 
 
 class Cache:
@@ -396,26 +313,22 @@ class Cache:
         return self.keys
 
 
-@pytest.mark.parametrize("in_module", [False, True])
-def test_what_groups_tensors_is_put_back(in_module: bool) -> None:
-    """A cache that grows, an average that is replaced, tensors that are appended; no counters."""
+def test_containers_that_state_names_are_put_back() -> None:
+    """A cache that grows, an average that is replaced, tensors that are appended, a counter."""
     cache, average, kept, calls = Cache(), {"w": torch.zeros(2)}, [], [0]
-    model = nn.Linear(2, 2)
-    if in_module:
-        model.cache = cache
     old = average["w"]
 
     def step() -> torch.Tensor:
         calls[0] += 1
-        average["w"] = average["w"] * 0.9 + 0.1
+        average["w"] = average["w"].mul_(0.9) + 0.1
         kept.append(torch.ones(2))
-        return (model.cache if in_module else cache).add(torch.ones(1, 2))  # type: ignore[operator,union-attr]
+        return cache.add(torch.ones(1, 2))
 
-    snapshot = Snapshot(reachable(step)[0], CPU, reachable(step)[1])
+    snapshot = Snapshot([vars(cache), average, kept, calls], CPU)
     for _ in range(3):
         step()
         snapshot.restore()
-    assert (cache.keys, cache.length, kept, calls) == (None, 0, [], [3])
+    assert (cache.keys, cache.length, kept, calls) == (None, 0, [], [0])
     assert average["w"] is old
     assert old.tolist() == [0.0, 0.0]
 
@@ -436,7 +349,7 @@ def test_the_copy_is_gone_afterwards() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tune, "Snapshot", Kept)
         with pytest.raises(TuneError) as kept:
-            amphal.tune(step, device="cpu", candidates=["fp32"])
+            amphal.tune(step, device="cpu", candidates=["fp32"], state=())
     gc.collect()
     assert kept.value.__traceback__ is not None
     assert [copy() for copy in copies] == [None]

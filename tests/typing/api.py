@@ -24,7 +24,9 @@ def step(plan: amphal.Plan, scaler: amphal.GradScaler) -> torch.Tensor:
     return torch.ones(())
 
 
-tuned: amphal.Plan = amphal.tune(step, candidates=["fp32", torch.bfloat16, plan], chart="text")
+tuned: amphal.Plan = amphal.tune(
+    step, candidates=["fp32", torch.bfloat16, plan], state=[], chart="text"
+)
 rows: tuple[amphal.Measurement, ...] | None = tuned.measured
 with tuned.matmul():
     pass
