@@ -17,7 +17,7 @@ from ._version import __version__ as __version__
 from .errors import AmphalError, PrecisionWarning
 
 if TYPE_CHECKING:
-    from ._autocast import custom_bwd, custom_fwd, set_precision
+    from ._autocast import custom_bwd, custom_fwd, hold_casts, set_precision
     from ._casting import op_lists, register_autocast_op
     from ._front import Plan, detect
     from ._precast import full_precision_state_dict, precast_, undo_precast_
@@ -39,6 +39,7 @@ _AT_FIRST_USE = {
     "detect": "_front",
     "find_nonfinite": "_trace",
     "full_precision_state_dict": "_precast",
+    "hold_casts": "_autocast",
     "known_hardware": "contract",
     "op_lists": "_casting",
     "precast_": "_precast",
@@ -94,6 +95,7 @@ __all__ = [
     "detect",
     "find_nonfinite",
     "full_precision_state_dict",
+    "hold_casts",
     "known_hardware",
     "op_lists",
     "precast_",

@@ -16,6 +16,7 @@ from .autocast import autocast
 
 if TYPE_CHECKING:
     from .custom_function import custom_bwd, custom_fwd
+    from .hold import hold_casts
     from .pin import STORED_MARK, set_precision
     from .region import Region, depth, innermost
 
@@ -27,6 +28,7 @@ _AT_FIRST_USE = {
     "custom_fwd": "custom_function",
     "depth": "region",
     "innermost": "region",
+    "hold_casts": "hold",
     "set_precision": "pin",
 }
 
@@ -39,6 +41,7 @@ __all__ = [
     "depth",
     "engines",
     "innermost",
+    "hold_casts",
     "set_precision",
 ]
 

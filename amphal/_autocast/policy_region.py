@@ -61,6 +61,8 @@ class PolicyRegion(Region, TorchFunctionMode):
         else:
             super().__enter__()
             self._show_as_mode()
+        if regions._holding[0]:
+            torch.clear_autocast_cache()  # a cast that is held was made by another policy
         try:
             policies.enter(self, self.policy)
         except BaseException:
@@ -75,6 +77,8 @@ class PolicyRegion(Region, TorchFunctionMode):
         if self._enabled and not self._was_left_at_fork():
             policies.leave(self)
             self._leave_modes()
+            if regions._holding[0]:
+                torch.clear_autocast_cache()
         super().__exit__(exc_type, exc_val, exc_tb)
         if exc_type is RuntimeError and self._enabled:
             self._explain(exc_val)

@@ -73,9 +73,39 @@ class _Thread(threading.local):
         self.stack: list[_Found] = []
         self.left_at_fork: list[Region] = []
         """Regions that the process was forked in, outermost first, and that the child has left."""
+        self.holds = 0
+        self.held: dict[str, torch.dtype] = {}
+        """The dtype of the casts that are held, by device type; see ``hold_casts``."""
 
 
 _thread = _Thread()
+_holding = [0]
+"""Blocks of ``hold_casts`` in all threads: a region looks at its thread's only if there are any."""
+_holding_lock = threading.Lock()
+
+
+def hold(on: bool) -> None:
+    """Begin or end a block of ``hold_casts`` in this thread: its casts outlive its regions."""
+    step = 1 if on else -1
+    with _holding_lock:
+        _holding[0] += step
+    _thread.holds += step
+    if on:
+        _enter_nesting()
+    else:
+        _exit_nesting()
+    if not _thread.holds:
+        _thread.held.clear()
+
+
+def _keeps_casts(device: str, dtype: torch.dtype, level: int) -> bool:
+    """Whether a region must not drop casts: they are held in its dtype, and it is outermost."""
+    if not _thread.holds or level != _thread.holds + 1:
+        return False
+    if _thread.held.get(device, dtype) is not dtype:
+        _clear_cache()
+    _thread.held[device] = dtype
+    return True
 
 
 @functools.cache
@@ -137,9 +167,12 @@ class Region(torch.autocast):
         depth = len(stack)
         found_enabled = found_dtype = found_cache = None
         level = 0
+        kept = False
         try:
             if not depth:
                 level = _enter_nesting()
+                if _holding[0] and self._enabled:
+                    kept = _keeps_casts(device, self.fast_dtype, level)
             # Each value is noted before it is set, so that an interrupt between the two restores.
             if self._enabled:
                 dtype = _get_dtype(device)
@@ -148,7 +181,8 @@ class Region(torch.autocast):
                     _set_dtype(device, self.fast_dtype)
                     # torch's cache of cast weights is keyed by the weight alone: casts made for
                     # the surrounding region's dtype must not meet this one's inputs.
-                    _clear_cache()
+                    if not kept:
+                        _clear_cache()
             enabled = _is_enabled(device)
             if enabled is not self._enabled:
                 found_enabled = enabled
@@ -199,7 +233,10 @@ class Region(torch.autocast):
             _set_enabled(self.device, enabled)
         if dtype is not None:
             _set_dtype(self.device, dtype)
-            _clear_cache()
+            if not (
+                _holding[0] and self._enabled and _keeps_casts(self.device, self.fast_dtype, level)
+            ):
+                _clear_cache()
         if cache is not None:
             _set_cache_enabled(cache)
         outermost = level > 0 and _exit_nesting() == 0

@@ -68,4 +68,6 @@ model = torch.nn.Linear(2, 2)
 report: amphal.PrecastReport = amphal.precast_(model, example_inputs=torch.ones(1, 2), plan=plan)
 saved: int = report.bytes_saved
 restored: tuple[str, ...] = amphal.undo_precast_(model, rounded=True)
+with amphal.hold_casts(model, model):
+    y = model(y)
 full: dict[str, Any] = amphal.full_precision_state_dict(model)
