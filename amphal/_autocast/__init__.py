@@ -40,8 +40,8 @@ __all__ = [
     "custom_fwd",
     "depth",
     "engines",
-    "innermost",
     "hold_casts",
+    "innermost",
     "set_precision",
 ]
 

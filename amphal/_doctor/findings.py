@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "weights-cast-again": (
         "note",
         "the same weights were cast in many regions although they did not change in between",
-        "one region around several forward passes keeps the casts of weights, and "
+        "with amphal.hold_casts(model): around the loop keeps the casts until a weight changes; "
         "amphal.precast_(model) stores frozen weights in low precision",
     ),
     "schedule-on-skipped-step": (
