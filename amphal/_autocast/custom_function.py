@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -42,6 +43,7 @@ def _device_types(values: Any, found: dict[str, None]) -> dict[str, None]:
 
 # What a decorated forward leaves on ctx: (device type, whether autocast was on, its dtype) each.
 _STATE = "_amphal_autocast"
+_State = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 @overload
@@ -64,7 +66,9 @@ def custom_fwd(
             lists and tuples too) to this dtype and run ``forward`` with autocast off. Outside one
             it has no effect.
 
-    Pair it with :func:`custom_bwd`, which runs ``backward`` in the state that ``forward`` had.
+    Pair it with :func:`custom_bwd`, which runs ``backward`` in the state that ``forward`` had. A
+    Function in the form that ``torch.func`` needs has a ``forward`` without ``ctx``: decorate its
+    ``setup_context`` too, with plain ``@custom_fwd``, which keeps the state of ``forward``.
     """
     named = _autocast_device(device_type)
     target = _cast_dtype(cast_inputs)
@@ -72,16 +76,20 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     if not callable(fwd):
         raise ArgumentTypeError(f"custom_fwd decorates a function, got {type(fwd).__name__}")
+    if getattr(fwd, "__name__", "") == "setup_context":
+        if target is not None:
+            raise ArgumentError(
+                "cast_inputs belongs to forward; decorate setup_context with plain @custom_fwd"
+            )
+        return _keeping_state(fwd, named)
+    owner = _class_of(fwd)
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # A Function with setup_context has a forward without ctx: there is nowhere to leave the
-        # state for backward, and custom_bwd says so.
+        # A Function with setup_context has a forward without ctx, and setup_context comes next.
         has_ctx = bool(args) and isinstance(args[0], FunctionCtx)
         inputs = args[1:] if has_ctx else args
-        types = {named: None} if named else _device_types((inputs, kwargs), {})
-        available = [t for t in types if named or private.autocast_available(t)]
-        state = tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
+        state = _state_of(named, (inputs, kwargs))
         on = tuple(t for t, enabled, _ in state if enabled)
         if target is not None and on:
             state = tuple((t, False, dtype) for t, _, dtype in state)
@@ -89,11 +97,52 @@ def custom_fwd(
             setattr(args[0], _STATE, state)
             _leave_torchs_marks(args[0], state)
         if target is None or not on:
-            return fwd(*args, **kwargs)
-        args, kwargs = cast(args, on, target), cast(kwargs, on, target)
-        return _run_under(tuple((t, False, _get_dtype(t)) for t in on), fwd, args, kwargs)
+            result = fwd(*args, **kwargs)
+        else:
+            args, kwargs = cast(args, on, target), cast(kwargs, on, target)
+            off = tuple((t, False, _get_dtype(t)) for t in on)
+            result = _run_under(off, fwd, args, kwargs)
+        if not has_ctx and not _is_compiling():
+            _thread.last = owner, state  # last: forward may have called other functions
+        return result
 
     return forward
+
+
+class _Thread(threading.local):
+    last: tuple[Any, _State] | None = None
+    """The class whose forward without ctx has just run in this thread, and its state."""
+
+
+_thread = _Thread()
+
+
+def _class_of(func: Any) -> tuple[Any, str]:
+    """What a function has in common with the others that were written in the same class."""
+    name = getattr(func, "__qualname__", "").rpartition(".")[0]
+    return getattr(func, "__module__", None), name
+
+
+def _state_of(named: str | None, values: Any) -> _State:
+    types = {named: None} if named else _device_types(values, {})
+    available = [t for t in types if named or private.autocast_available(t)]
+    return tuple((t, _is_enabled(t), _get_dtype(t)) for t in available)
+
+
+def _keeping_state(setup: Any, named: str | None) -> Any:
+    """``setup_context``, leaving on ctx the state of the forward that has just run."""
+    owner = _class_of(setup)
+
+    @functools.wraps(setup)
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+        last = None if _is_compiling() else _thread.last
+        # torch.func calls it once for each transform, all after the one forward.
+        state = last[1] if last is not None and last[0] == owner else _state_of(named, inputs)
+        setattr(ctx, _STATE, state)
+        _leave_torchs_marks(ctx, state)
+        return setup(ctx, inputs, output)
+
+    return setup_context
 
 
 def _autocast_device(device_type: Any) -> str | None:
@@ -161,8 +210,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str | torch.device | None = None
         else:
             raise AutocastStateError(
                 "custom_bwd found no state of the forward pass on ctx; decorate forward with "
-                "@amphal.custom_fwd (a Function with setup_context has no ctx in forward, so "
-                "neither custom_bwd nor torch's works there: write forward(ctx, ...) instead)"
+                "@amphal.custom_fwd and, in a Function whose forward has no ctx, setup_context "
+                "with @amphal.custom_fwd too"
             )
         return _run_under(state, bwd, (ctx, *args), kwargs)
 

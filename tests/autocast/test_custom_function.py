@@ -222,3 +222,98 @@ def test_a_forward_without_ctx() -> None:
     assert not hasattr(x, "_amphal_autocast")
     with pytest.raises(AutocastStateError, match="setup_context"):
         y.sum().backward()
+
+
+class Exp(torch.autograd.Function):
+    """In the form that torch.func needs: its forward has no ctx."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @amphal.custom_fwd(cast_inputs="fp32")
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    @staticmethod
+    @amphal.custom_fwd
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    @amphal.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        seen.append((torch.is_autocast_enabled("cpu"), y.dtype))
+        return grad * y
+
+
+class Times(torch.autograd.Function):
+    """The same form, in the ambient state; its forward calls another such function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @amphal.custom_fwd
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        Exp.apply(x)
+        return x @ w
+
+    @staticmethod
+    @amphal.custom_fwd
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @amphal.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return grad @ w.t(), x.t() @ grad
+
+
+def test_setup_context_keeps_forwards_state() -> None:
+    """backward runs as forward did: off after cast_inputs, in bf16 without, region left or not."""
+    x = torch.zeros(2, 2, dtype=BF16, requires_grad=True)
+    with amphal.autocast("cpu", BF16):
+        y = Exp.apply(x)
+        assert y.dtype is FP32
+        y.sum().backward()
+    assert seen == [(False, FP32)]
+    assert torch.equal(x.grad, torch.ones(2, 2, dtype=BF16))
+    seen.clear()
+    x, w = torch.ones(2, 2, requires_grad=True), torch.eye(2, requires_grad=True)
+    with amphal.autocast("cpu", BF16):
+        y = Times.apply(x, w)
+    assert y.dtype is BF16
+    y.float().sum().backward()
+    assert seen == [(True, BF16)]
+    assert torch.equal(x.grad, torch.ones(2, 2))
+    assert torch.equal(w.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap_grad", "jacrev", "vmap"])
+def test_setup_context_in_torch_func(transform: str) -> None:
+    """The same under the transforms: the slope of exp at 0 is 1, with autocast off in backward."""
+    x = torch.zeros(3, dtype=BF16)
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return Exp.apply(t).sum()
+
+    with amphal.autocast("cpu", BF16):
+        if transform == "vmap":
+            assert torch.equal(torch.func.vmap(f)(x), torch.ones(3))
+            return
+        if transform == "vmap_grad":
+            found = torch.func.vmap(torch.func.grad(f))(x)
+        else:
+            found = getattr(torch.func, transform)(f)(x)
+    assert torch.equal(found, torch.ones(3, dtype=BF16))
+    assert seen == [(False, FP32)]
+
+
+def test_cast_inputs_on_setup_context_is_refused() -> None:
+    """The inputs are cast in forward; the error says so."""
+    with pytest.raises(ArgumentError, match="belongs to forward"):
+
+        @amphal.custom_fwd(cast_inputs="fp32")
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
