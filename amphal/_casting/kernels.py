@@ -204,11 +204,35 @@ def _as_is(op: str, device: str) -> Action:
     return run
 
 
+# Of the ops that take numbers, those that are made of another one.
+_OTHER_NAMES = {"divide": "div", "multiply": "mul", "subtract": "sub", "true_divide": "div"}
+
+
 def _pass_by(op: str, device: str) -> Action:
     # Past autocast, not out of it: what the op is made of is still cast.
-    redispatch = private.redispatcher(op_names.op_overload(op))
+    overload = op_names.op_overload(op)
+    redispatch = private.redispatcher(overload)
     behind = private.after_key(private.autocast_key(device))
-    return lambda keyset, args, kwargs: redispatch(keyset & behind, *args, **kwargs)
+    if not private.takes_numbers(overload):
+        return lambda keyset, args, kwargs: redispatch(keyset & behind, *args, **kwargs)
+    # ``x * 2.0`` is a call of mul.Tensor, and the number comes here as a Python float, which
+    # redispatching refuses and calling takes.
+    name, _, rest = op.partition(".")
+    made_of = _OTHER_NAMES.get(name)
+    call = private.caller(op_names.op_overload(f"{made_of}.{rest}") if made_of else overload)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if all(isinstance(value, _Tensor) for value in args[:2]):
+            return redispatch(keyset & behind, *args, **kwargs)
+        if made_of:  # what it is made of is cast
+            return call(*args, **kwargs)
+        _set_enabled(device, False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _set_enabled(device, True)
+
+    return run
 
 
 def _set_opt_dtype(op: str, device: str) -> Action:
