@@ -9,6 +9,7 @@ import pytest
 
 import amphal
 from amphal import _environment
+from amphal._torch import float16_regions
 from amphal.contract import registry
 
 
@@ -20,6 +21,12 @@ def _own_environment() -> Iterator[None]:
     kept = _environment._values
     if any(value != os.environ.get(name, "").strip() for name, value in kept.items()):
         amphal.detect.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _own_regions() -> None:
+    """A float16 region of one test turns no scaler of the next one on."""
+    float16_regions.clear()
 
 
 @pytest.fixture(autouse=True)

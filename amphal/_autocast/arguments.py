@@ -11,7 +11,7 @@ import torch
 
 from .. import _environment
 from .._choice import Choice, choose, generation, on_clear
-from .._torch import private
+from .._torch import float16_regions, private
 from ..contract import LOW_PRECISION, Hardware, registry
 from ..errors import ArgumentError, ArgumentTypeError
 
@@ -86,6 +86,8 @@ def _settle(device: Any, dtype: Any, enabled: bool) -> tuple[str, torch.dtype, b
         )
 
         rules.ensure_kernels(device_type, precision)
+        if precision is torch.float16:  # made while Dynamo traces, it is entered in the graph
+            float16_regions.add(device_type)
     return device_type, precision, on
 
 

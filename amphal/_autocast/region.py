@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from .._torch import private
+from .._torch import float16_regions, private
 from ..errors import ArgumentTypeError, AutocastStateError
 from . import engines
 from .decorator import decorate
@@ -27,6 +27,7 @@ _get_dtype = torch.get_autocast_dtype
 
 
 _set_dtype = torch.set_autocast_dtype
+_FLOAT16 = torch.float16
 
 
 _enter_nesting = torch.autocast_increment_nesting
@@ -175,6 +176,10 @@ class Region(torch.autocast):
                     kept = _keeps_casts(device, self.fast_dtype, level)
             # Each value is noted before it is set, so that an interrupt between the two restores.
             if self._enabled:
+                if self.fast_dtype is _FLOAT16:
+                    float16_regions.add(device)
+                elif float16_regions and not depth:
+                    float16_regions.discard(device)
                 dtype = _get_dtype(device)
                 if dtype is not self.fast_dtype:
                     found_dtype = dtype

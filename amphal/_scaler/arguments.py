@@ -172,6 +172,27 @@ def support_of(plan: Choice) -> tuple[ScalerSupport, Any]:
     return support, vendor
 
 
+def native_for_float16(device_type: str) -> bool:
+    """Whether torch's kernels scale there; for a scaler whose plan has another dtype.
+
+    Raises:
+        ArgumentError: float16 needs the vendor's scaler there, or no scaler can see an overflow.
+    """
+    plan = choose.detect(device_type)
+    support, vendor = support_of(plan)
+    if not support.detects_overflow:
+        how = (
+            "needs its vendor's scaler: use amphal.detect(precision='fp16').grad_scaler()"
+            if vendor is not None
+            else "saturates instead of giving inf or NaN, and no scaler can see an overflow: use "
+            "bf16 or fp32, or enabled=False to go unscaled"
+        )
+        raise ArgumentError(
+            f"this loss comes from a float16 region, and {plan.hardware.name} ({plan.device}) {how}"
+        )
+    return support.native_kernels
+
+
 def refuse_blind(plan: Choice) -> DeviceNotAvailableError | ArgumentError:
     """The error for fp16 with a scaler on hardware where nothing can see an overflow."""
     return ArgumentError(

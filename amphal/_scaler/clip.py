@@ -146,6 +146,7 @@ def _clip_optimizer(
     if state.stage is OptState.STEPPED or state.divisor is not None:
         raise out_of_order("clip_grad_norm_", state)
     if state.stage is OptState.UNSCALED:
+        scaler._unmixed(state)
         scaler._take_newcomers(optimizer, state)
     params = gradients.params_of(optimizer)
     groups = scaler._gather(optimizer, coalesce=True)

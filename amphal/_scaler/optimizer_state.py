@@ -50,6 +50,10 @@ class OptimizerState:
     params: list[Tensor] | None = None
     """The optimizer's parameters when its gradients were unscaled or clipped."""
 
+    watched: dict[int, tuple[Tensor, int] | None] | None = None
+    """Its gradients and their versions, by parameter, when a loss was scaled after they had been
+    unscaled or clipped: a backward pass since then is seen by the difference."""
+
     held: Tensor | None = None
     """The flag of a fused step: where it is set, the gradients still carry the scale."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._torch import float16_regions
 from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
 from . import gradients
@@ -50,6 +51,9 @@ class Scale(torch.amp.GradScaler):
     _on_skip: Callable[[int], object] | None
     _model: weakref.ref[torch.nn.Module] | None
     _native: bool
+    _enabled: bool
+    _follows: bool
+    _device: str
     _per_optimizer_states: dict[int, OptimizerState]  # type: ignore[assignment]
 
     def _start(self) -> None:
@@ -108,12 +112,20 @@ class Scale(torch.amp.GradScaler):
 
         A float16 or bfloat16 scalar becomes float32. When disabled, ``outputs`` comes back as is.
 
+        A scaler with ``enabled=None`` that is off is turned on by a loss from a float16 region.
+
         Raises:
+            ScalerStateError: the loss would turn the scaler on, and one before it in this iteration
+                was not scaled.
+            ArgumentError: the loss comes from a float16 region on hardware where no scaler can see
+                an overflow, or only the vendor's.
             ArgumentError: something that is neither a tensor nor an iterable of tensors.
         """
-        if not self._enabled:
+        if not self._enabled and not (self._follows and self._turned_on()):
             return outputs
         self._scale_calls += 1
+        if self._per_optimizer_states:
+            self._watch_unscaled()
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
@@ -131,6 +143,62 @@ class Scale(torch.amp.GradScaler):
             "outputs must be a tensor or an iterable of tensors, "
             f"got {type(outputs).__name__} ({outputs!r})"
         )
+
+    def _watch_unscaled(self) -> None:
+        """Note the unscaled gradients while another loss is scaled: see :meth:`_unmixed`."""
+        if torch.compiler.is_compiling():
+            return
+        for state in self._per_optimizer_states.values():
+            if state.stage is OptState.UNSCALED and state.watched is None:
+                state.watched = {
+                    id(p): None if p.grad is None else (p.grad, p.grad._version)
+                    for p in gradients.params_of(state.optimizer)
+                }
+
+    def _unmixed(self, state: OptimizerState) -> None:
+        """Refuse gradients to which a backward pass has added after they were unscaled.
+
+        What it added carries the scale, so the sum is neither scaled nor unscaled.
+        """
+        if state.watched is None:
+            return
+        mixed = []
+        for param in gradients.params_of(state.optimizer):
+            if param.grad is not None and id(param) in state.watched:
+                before = state.watched[id(param)]
+                if (
+                    before is None
+                    or before[0] is not param.grad
+                    or before[1] != param.grad._version
+                ):
+                    mixed.append(param)
+        if mixed:
+            raise ScalerStateError(
+                f"{grad_names.listed(grad_names.names_of(mixed, self._names()))}: a backward pass "
+                "came after unscale_ or clip_grad_norm_, so scaled gradients were added to "
+                "unscaled ones, or took their place. Run every backward pass before them. For two "
+                "passes in one step (SAM): scaler.update() after the first, or a closure in step()"
+            )
+
+    def _turned_on(self) -> bool:
+        """Whether the loss may come from a float16 region, which turns a scaler that is off on."""
+        device = self._device
+        if device not in float16_regions and not (
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+        ):
+            self._scale_calls += 1
+            return False
+        if self._scale_calls != self._calls_at_update:
+            raise ScalerStateError(
+                "this loss comes from a float16 region, and a loss before it in this iteration was "
+                "not scaled, since it came from another: their gradients would be added. Make the "
+                "scaler with enabled=True, or use one dtype in an iteration"
+            )
+        self._native = rules.native_for_float16(device)
+        self._enabled, self._follows = True, False
+        kept, self._kept_state = self._kept_state, {}
+        self.load_state_dict(kept)
+        return True
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: back the scale off or let it grow. No host sync of its own.
@@ -153,6 +221,7 @@ class Scale(torch.amp.GradScaler):
                 self._stepped = False
                 self._history.stepped()
             self._per_optimizer_states.clear()
+            self._calls_at_update = self._scale_calls
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states

@@ -46,7 +46,8 @@ class GradScaler(Stepper):
         growth_factor, backoff_factor, growth_interval: the scale is multiplied by
             ``backoff_factor`` (between 0 and 1) when a gradient is not finite, and by
             ``growth_factor`` (more than 1) after ``growth_interval`` clean iterations in a row.
-        enabled: None scales where the plan needs it; False makes every method do the plain thing.
+        enabled: None scales where the plan needs it, or where a loss comes from a float16 region;
+            False makes every method do the plain thing.
         min_scale, max_scale: bounds of the scale. By default all that float32 can invert and hold.
         hysteresis: at which overflow to back off: 1 is at once. Counted anew after each growth.
         max_consecutive_skips: the most overflows in a row. None stops at the first overflow with
@@ -114,6 +115,8 @@ class GradScaler(Stepper):
 
         self._device, plan = rules.plan_for(device, enabled)
         self._enabled = plan.use_scaler if enabled is None and plan else bool(enabled)
+        # Off because the plan has another dtype than float16: a region need not have the plan's.
+        self._follows = enabled is None and plan is not None and plan.dtype is not torch.float16
         self._native = True
         if self._enabled and plan is not None:
             support, vendor = rules.support_of(plan)

@@ -257,6 +257,7 @@ class Stepper(Scale):
             if state.stage is OptState.STEPPED:
                 self._forget_untouched()
                 raise out_of_order("step", state)
+            self._unmixed(state)
         shared = False
         if len(optimizers) > 1:
             seen: set[int] = set()

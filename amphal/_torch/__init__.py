@@ -5,6 +5,7 @@ on; ``matmul`` torch's float32 matmul precision; ``nested`` the tensors in neste
 """
 
 from . import matmul, private
+from .float16_regions import float16_regions
 from .matmul import PRECISIONS
 from .nested import cast, fields_of, is_record, tensors_in
 from .private import all_op_names, torch_version
@@ -16,6 +17,7 @@ __all__ = [
     "cast",
     "drop_casts_after_each_step",
     "fields_of",
+    "float16_regions",
     "is_record",
     "matmul",
     "private",
