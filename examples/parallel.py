@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,11 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    handle: Any = None  # the torch process group, None for a process alone
+
+    @property
+    def handle(self) -> Any:
+        """The torch process group, None for a process alone. Not kept: see :func:`leave`."""
+        return dist.group.WORLD if self.size > 1 else None
 
     def spread(self, model: nn.Module) -> nn.Module:
         """The model as it is called in training: its gradients are then the mean over the group."""
@@ -62,9 +67,15 @@ def join() -> Group:
     if accelerators:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % accelerators)
     dist.init_process_group()
-    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return Group(dist.get_rank(), dist.get_world_size())
 
 
-def leave(group: Group) -> None:
-    if group.handle:
+def leave() -> None:
+    """End the group, once the model and the scaler that know it are gone.
+
+    Then its threads end here. With gloo a thread that still lets go of the last gradients while
+    Python shuts down aborts the process (seen with torch 2.13, in scripts without amphal too).
+    """
+    if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()

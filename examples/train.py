@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
             try:
                 run_script(args, state, group)
             finally:
-                leave(group)
+                leave()
     except (amphal.AmphalError, OSError) as exc:
         fail(str(exc))
     except KeyboardInterrupt:  # before training or after it; within, see finish_step_on_interrupt
