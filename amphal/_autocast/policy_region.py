@@ -45,6 +45,7 @@ class PolicyRegion(Region, TorchFunctionMode):
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._policy = policy
         self.index = len(_regions)
+        self.name = str(self.index)  # Dynamo makes different ints a symbol, and strings constants
         _regions.append(self)
 
     @property
@@ -117,8 +118,13 @@ class PolicyRegion(Region, TorchFunctionMode):
             private.take_mode_off(modes.pop(at)[1])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Dynamo comes here, for each function that it traces in the region.
+        # Dynamo comes here, for each function that it traces in the region, and eager code after a
+        # graph break, where the region has been entered as any other.
+        if not torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         _allow_in_graphs()
+        if self.name:  # always; Dynamo knows a constant once it is compared
+            _refuse_others_inside(self.name)
         begin(self.index)
         result = func(*args, **(kwargs or {}))
         end(self.index)
@@ -267,6 +273,17 @@ def traced(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) 
 def _settled_index(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> int:
     _allow_in_graphs()
     return build(device, dtype, enabled, cache_enabled, ops).index
+
+
+@private.constant_in_graphs
+def _refuse_others_inside(name: str) -> None:
+    if private.other_region_in_graph(_regions[int(name)], begin, end):
+        raise OpPolicyError(
+            "a region with ops= that was made outside a compiled function and is entered in it has "
+            "another region inside: Dynamo would let the outer one override it. Make the region "
+            "where it is entered, as in 'with amphal.autocast(..., ops=...):', decorate the "
+            "function with it, or enter it around the call of the compiled function"
+        )
 
 
 @private.constant_in_graphs

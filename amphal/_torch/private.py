@@ -424,6 +424,35 @@ def when_trace_ends(callback: Callable[[], None]) -> None:
         translator.output.add_cleanup_hook(callback)
 
 
+@constant_in_graphs
+def other_region_in_graph(region: Any, begin: Any, end: Any) -> bool:
+    """Whether the graph that Dynamo traces now has, inside ``region``, another region open.
+
+    ``region`` is a mode that was entered by ``with`` in the traced code; ``begin`` and ``end`` are
+    the calls in the graph between which other regions with a policy are open. True also where the
+    order cannot be known, since Dynamo keeps the blocks of the compiled function alone, not those
+    of functions that it calls. Private; checked on 2.13.
+    """
+    convert = sys.modules["torch._dynamo.symbolic_convert"]
+    translator = convert.InstructionTranslator.current_tx()
+    steps = {
+        torch.amp.autocast_mode._enter_autocast: (1, 0),
+        torch.amp.autocast_mode._exit_autocast: (-1, 0),
+        begin: (0, 1),
+        end: (0, -1),
+    }
+    found = [steps.get(node.target, (0, 0)) for node in translator.output.graph.nodes]
+    regions, policies = sum(r for r, _ in found), sum(p for _, p in found)
+    before = 0
+    for block in translator.block_stack:
+        context = block.with_context
+        context = context.unwrap() if hasattr(context, "unwrap") else context
+        if getattr(context, "value", None) is region:
+            return policies > 0 or regions > before
+        before += type(context).__name__ == "AutocastModeVariable"
+    return policies > 0 or regions > 0
+
+
 def forget_graphs() -> bool:
     """Make Dynamo forget all that it has compiled. False, and nothing is done, while it traces.
 

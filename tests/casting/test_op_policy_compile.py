@@ -15,6 +15,7 @@ import amphal
 from amphal import op_lists
 from amphal._casting import installed as _registration
 from amphal._casting import policy as _policy
+from amphal._torch import private
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -207,3 +208,73 @@ def test_an_exported_program_needs_no_amphal(inputs: Inputs) -> None:
     }
     assert torch.ops.aten._to_copy.default in targets
     assert not [t for t in targets if "amphal" in str(getattr(t, "__module__", ""))]
+
+
+OFF = amphal.autocast("cpu", enabled=False)
+INNER: dict[str, Callable[[], Any]] = {
+    "off": lambda: amphal.autocast("cpu", enabled=False),
+    "torch off": lambda: torch.autocast("cpu", enabled=False),
+    "float32": lambda: amphal.autocast("cpu", dtype="fp32"),
+    "bf16": lambda: amphal.autocast("cpu", dtype="bf16"),
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
+@pytest.mark.parametrize("inlined", [False, True], ids=["direct", "in a function"])
+@pytest.mark.parametrize("inner", [*INNER, "made outside", "ops"])
+def test_a_region_inside_one_that_is_entered_in_a_graph_is_refused(
+    inner: str, inlined: bool, breaks: bool
+) -> None:
+    """Dynamo would let the outer one override it; no region is left open.
+
+    After a graph break Dynamo may leave the outer one on the stack of function modes, where it does
+    nothing in eager code.
+    """
+    torch.compiler.reset()
+    made, other = region({"softmax": "fp32"}), region({"mm": "fp32"})
+    make = INNER.get(inner, lambda: OFF if inner == "made outside" else other)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with make():
+            if breaks:
+                torch._dynamo.graph_break()
+            return torch.mm(x, x)
+
+    def direct(x: torch.Tensor) -> torch.Tensor:
+        with made, make():
+            if breaks:
+                torch._dynamo.graph_break()
+            return torch.mm(x, x)
+
+    def in_function(x: torch.Tensor) -> torch.Tensor:
+        with made:
+            return part(x)
+
+    compiled = torch.compile(in_function if inlined else direct, backend="eager")
+    try:
+        with pytest.raises(Exception, match="has another region inside"):
+            compiled(torch.ones(2, 2))
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    finally:
+        for mode in (made, other):
+            private.take_mode_off(mode)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_regions_around_and_beside_one_that_is_entered_in_a_graph() -> None:
+    """Only a region inside is refused: one around it and ones before and after it are right."""
+    torch.compiler.reset()
+    made = region({"mm": "fp32"})
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with amphal.autocast("cpu", dtype="bf16"):
+            with OFF:
+                off = torch.mm(x, x)
+            with made:
+                own = torch.mm(x, x), torch.bmm(x[None], x[None])
+            return off, *own, torch.mm(x, x)
+
+    found = [t.dtype for t in f(torch.ones(2, 2))]
+    assert found == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
