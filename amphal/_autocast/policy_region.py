@@ -57,30 +57,36 @@ class PolicyRegion(Region, TorchFunctionMode):
         if not self._enabled:
             super().__enter__()
             return self
-        if private.being_exported():
-            self._enter_recording()
-        else:
-            super().__enter__()
-            self._show_as_mode()
-        if regions._holding[0]:
-            torch.clear_autocast_cache()  # a cast that is held was made by another policy
+        depth = regions.depth()
         try:
+            if private.being_exported():
+                self._enter_recording()
+            else:
+                super().__enter__()
+                self._show_as_mode()
+            if regions._holding[0]:
+                torch.clear_autocast_cache()  # a cast that is held was made by another policy
             policies.enter(self, self.policy)
-        except BaseException:
+        except BaseException:  # an interrupt too
             self._leave_modes()
-            super().__exit__()
+            if regions.depth() > depth:
+                super().__exit__()
             raise
         return self
 
     def __exit__(
         self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None
     ) -> Literal[False]:
-        if self._enabled and not self._was_left_at_fork():
-            policies.leave(self)
-            self._leave_modes()
-            if regions._holding[0]:
-                torch.clear_autocast_cache()
-        super().__exit__(exc_type, exc_val, exc_tb)
+        try:
+            if self._enabled and not self._was_left_at_fork():
+                try:
+                    policies.leave(self)
+                finally:
+                    self._leave_modes()
+                if regions._holding[0]:
+                    torch.clear_autocast_cache()
+        finally:  # after an interrupt too
+            super().__exit__(exc_type, exc_val, exc_tb)
         if exc_type is RuntimeError and self._enabled:
             self._explain(exc_val)
         return False
@@ -230,19 +236,31 @@ def region(
 
 def begin(index: int) -> None:
     """In a graph: enter the region of this number."""
-    depth = len(policies.owners())
-    _regions[index].__enter__()
+    region, thread = _regions[index], regions._thread
+    depth, in_graph = len(policies.owners()), thread.in_graph
+    thread.in_graph = []  # what this graph has entered has not been left behind
+    try:
+        region.__enter__()
+    finally:
+        thread.in_graph = in_graph
+    in_graph.append(region)
     private.when_trace_ends(functools.partial(_unwind, depth))
 
 
 def end(index: int) -> None:
     """In a graph: leave the region of this number."""
+    in_graph = regions._thread.in_graph
+    if in_graph:
+        in_graph.pop()
     _regions[index].__exit__()
 
 
 def _unwind(depth: int) -> None:
     """Leave what a trace that failed had entered."""
+    in_graph = regions._thread.in_graph
     for owner in reversed(policies.owners()[depth:]):
+        if in_graph and in_graph[-1] is owner:
+            in_graph.pop()
         owner.__exit__()
 
 

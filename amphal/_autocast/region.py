@@ -72,6 +72,8 @@ _Found = tuple["Region", bool | None, torch.dtype | None, bool | None, int, torc
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Found] = []
+        self.in_graph: list[Region] = []
+        """Regions that a compiled graph has entered; they are the uppermost of the stack."""
         self.left_at_fork: list[Region] = []
         """Regions that the process was forked in, outermost first, and that the child has left."""
         self.holds = 0
@@ -118,10 +120,25 @@ def _leave_in_forked_processes() -> None:
 
 def _leave_all() -> None:
     regions = [entry[0] for entry in _thread.stack]
+    _thread.in_graph.clear()
     for region in reversed(regions):
         region.__exit__()
     # The child may run on to the end of the "with" blocks that it was forked in.
     _thread.left_at_fork += regions
+
+
+def _leave_failed_graphs() -> None:
+    """Leave what graphs have entered that ended with an error, which skips the calls that leave.
+
+    Dynamo has put the autocast state itself back, and others may have changed it since.
+    """
+    stack, leaked = _thread.stack, _thread.in_graph
+    while leaked:
+        region = leaked.pop()
+        at = next((i for i in reversed(range(len(stack))) if stack[i][0] is region), None)
+        if at is not None:
+            stack[at] = (region, None, None, None, stack[at][4], stack[at][5])
+            region.__exit__()
 
 
 def innermost() -> Region:
@@ -164,6 +181,8 @@ class Region(torch.autocast):
             return self
         if _function_mode_on() and private.being_exported():
             return self._enter_delegate(stack)
+        if stack and _thread.in_graph:
+            _leave_failed_graphs()  # no graph is running: it would enter by begin()
         device = self.device
         depth = len(stack)
         found_enabled = found_dtype = found_cache = None

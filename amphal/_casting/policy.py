@@ -336,9 +336,11 @@ def leave(owner: object) -> None:
             "twice; enter and leave a region in the same thread (use 'with')"
         )
     _, effective = stack.pop(at)
-    before, thread.active = thread.active, stack[-1][1] if stack else None
-    _show(before, thread.active)
-    effective.kernels.drop()
+    try:
+        before, thread.active = thread.active, stack[-1][1] if stack else None
+        _show(before, thread.active)
+    finally:  # after an interrupt too
+        effective.kernels.drop()
 
 
 def _show(before: Effective | None, now: Effective | None) -> None:
