@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .._torch import float16_regions
+from .._torch import float16_regions, private
 from ..errors import ArgumentError, ScaleCollapseError, ScalerStateError
 from . import arguments as rules
 from . import gradients
@@ -79,10 +79,12 @@ class Scale(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         with torch.inference_mode(False):
-            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-            self._growth_tracker = torch.full(
-                (), self._init_growth_tracker, dtype=torch.int32, device=dev
-            )
+            scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+            tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        # What is made inside a transform of torch.func is dead after it.
+        if not torch.compiler.is_compiling() and private.under_transform():
+            scale, tracker = (torch.func.debug_unwrap(t, recurse=True) for t in (scale, tracker))
+        self._scale, self._growth_tracker = scale, tracker
         self._note_scale(gradients.float32(self._init_scale))
 
     def _note_scale(self, lower: float) -> None:
