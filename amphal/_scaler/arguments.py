@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._choice import Choice, choice, choose
+from .._torch import private
 from ..contract import Hardware, ScalerSupport, guard, registry
 from ..errors import (
     ArgumentError,
@@ -226,3 +227,6 @@ def new_scale(value: Any, low: float, high: float, current: torch.Tensor) -> flo
     if value != value:
         raise ArgumentError("new_scale must be a number, got nan")
     return scale("new_scale", value, low, high)
+
+
+private.not_as_frames(__name__)

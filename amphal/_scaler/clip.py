@@ -281,3 +281,6 @@ def _are_scaled(scaler: Stepper, params: list[Tensor]) -> bool:
             "are not: call scaler.unscale_(optimizer) for every optimizer concerned, or for none"
         )
     return not unscaled
+
+
+private.not_as_frames(__name__)

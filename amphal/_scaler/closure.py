@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._torch import private
 from ..errors import ScalerStateError
 from . import gradients
 from .optimizers import drop_stale_casts, out_of_order
@@ -175,3 +176,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
     return value
+
+
+private.not_as_frames(__name__)

@@ -288,3 +288,6 @@ def update_scale_(
     grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(bad, _times(scale, backoff), torch.where(grow, grown, scale)))
     tracker.copy_(successful * ~(bad | grow))
+
+
+private.not_as_frames(__name__)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._torch import private
+
 __all__ = ["Entry", "Ledger"]
 
 
@@ -57,3 +59,6 @@ class Ledger:
         if entry is None or entry.grad() is not grad:
             return None
         return entry if entry.version == grad._version or entry.moment == moment else None
+
+
+private.not_as_frames(__name__)

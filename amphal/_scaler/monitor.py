@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._torch import private
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError, did_you_mean
 from . import arguments as rules
 from . import gradients
@@ -314,3 +315,6 @@ class GradMonitor:
     def skipped(self) -> int:
         """Steps that this monitor skipped; an overflow under a scaler is the scaler's to count."""
         return self._count(3)
+
+
+private.not_as_frames(__name__)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import private
+
 __all__ = ["elsewhere", "listed", "names_of", "names_of_half", "names_of_nonfinite"]
 
 
@@ -67,3 +69,6 @@ def listed(names: list[str], most: int = 8) -> str:
     """Some of the names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+private.not_as_frames(__name__)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._torch import private
 from ..errors import NonFiniteGradientError
 from . import gradients
 from . import names as grad_names
@@ -190,3 +191,6 @@ def _clip_unscaled(
         _refuse_nonfinite(scaler, total, norm_type, params)
     gradients.multiply_(groups, _coefficient(total, max_norm))
     return total
+
+
+private.not_as_frames(__name__)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._torch import private
+
 __all__ = ["OptimizerState"]
 
 
@@ -79,3 +81,6 @@ class OptimizerState:
         """The field, or ``default`` where it is not set; as ``dict.get``."""
         value = getattr(self, key, None)
         return default if value is None else value
+
+
+private.not_as_frames(__name__)

@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch import private
 from ..errors import ScalerStateError
 from .optimizer_state import OptimizerState
 
@@ -111,3 +112,6 @@ def out_of_order(method: str, state: OptimizerState) -> ScalerStateError:
         "already: call it once for all micro-batches together, then scaler.step(optimizer) and "
         "scaler.update()"
     )
+
+
+private.not_as_frames(__name__)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch import private
+
 __all__ = ["AT_FLOOR", "STEPPED", "UNREAD_LIMIT", "History", "StepOutcome"]
 
 UNREAD_LIMIT = 64
@@ -143,3 +145,6 @@ class History:
                 f"{self.consecutive} steps in a row overflowed, {limit} are allowed "
                 "(max_consecutive_skips)"
             )
+
+
+private.not_as_frames(__name__)

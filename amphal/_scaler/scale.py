@@ -109,6 +109,7 @@ class Scale(torch.amp.GradScaler):
             raise rules.missing_scale(funcname)
         return self._scale, self._growth_tracker
 
+    @private.out_of_graphs
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor in nested lists, tuples and iterables, by the scale.
 
@@ -202,6 +203,7 @@ class Scale(torch.amp.GradScaler):
         self.load_state_dict(kept)
         return True
 
+    @private.out_of_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: back the scale off or let it grow. No host sync of its own.
 
@@ -410,3 +412,6 @@ def _evidence(
     known = {state.found for state in states if state.found_inf_per_device}
     found = True if True in known else None if None in known else False
     return gradients.any_flag(flags, device), found
+
+
+private.not_as_frames(__name__)

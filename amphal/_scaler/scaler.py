@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._choice import Choice
-from .._torch import drop_casts_after_each_step
+from .._torch import drop_casts_after_each_step, private
 from ..contract import DeviceLike
 from ..errors import ArgumentError, ArgumentTypeError, ScalerStateError
 from . import arguments as rules
@@ -130,6 +130,7 @@ class GradScaler(Stepper):
         self._start()
         drop_casts_after_each_step()
 
+    @private.out_of_graphs
     def clip_grad_norm_(
         self,
         optimizer_or_params: Any,
@@ -166,6 +167,7 @@ class GradScaler(Stepper):
         """
         return clip.clip(self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite)
 
+    @private.out_of_graphs
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` with unscaled gradients, or skip it if any is inf or NaN.
 
@@ -202,6 +204,7 @@ class GradScaler(Stepper):
             return closure_steps.step(self, optimizer, closure, args, kwargs)
         return self._step_together([optimizer], args, kwargs)[0]
 
+    @private.out_of_graphs
     def step_all(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
         """Step several optimizers, or skip all of them if any gradient of any is inf or NaN.
 
@@ -319,3 +322,6 @@ def _weak_model(model: Any) -> weakref.ref[torch.nn.Module] | None:
             f"model must be a torch.nn.Module or None, got {type(model).__name__} ({model!r})"
         )
     return weakref.ref(model)
+
+
+private.not_as_frames(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from .._torch import private
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -168,3 +169,6 @@ def rebuild(cls: type[_S], state: dict[str, Any]) -> _S:
     scaler = object.__new__(cls)
     scaler.__setstate__(state)
     return scaler
+
+
+private.not_as_frames(__name__)

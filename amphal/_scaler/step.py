@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._torch import private
 from ..errors import ArgumentError, ScalerStateError
 from . import arguments as rules
 from . import gradients
@@ -188,6 +189,7 @@ class Stepper(Scale):
         flags: dict[torch.device, Tensor] = self._state_of(optimizer).found_inf_per_device
         return flags
 
+    @private.out_of_graphs
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale, in place, and check them. No sync.
 
@@ -451,3 +453,6 @@ def recheck(scaler: Stepper, states: list[OptimizerState]) -> Tensor | None:
         for params, max_norm, norm_type in again:
             _clip_unscaled(scaler, params, max_norm, norm_type, False, ask=True)
     return flag
+
+
+private.not_as_frames(__name__)

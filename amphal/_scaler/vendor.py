@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import private
 from ..errors import ArgumentError, BackendError
 from . import arguments as rules
 from .outcome import StepOutcome
@@ -142,3 +143,6 @@ class VendorScaler(GradScaler):
 
 
 GradScaler._for_vendor = VendorScaler
+
+
+private.not_as_frames(__name__)

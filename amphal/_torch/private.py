@@ -542,6 +542,19 @@ def next_sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def out_of_graphs(func: _F) -> _F:
+    """Have Dynamo break its graph at calls of ``func``, as it does at torch's own scaler.
+
+    ``torch.compiler.disable`` sets this same attribute, but imports Dynamo and wraps each call.
+    Checked on 2.13.
+    """
+    func._torchdynamo_disable = True  # type: ignore[attr-defined]
+    func._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "a gradient scaler keeps counts on the host, so its methods are not traced"
+    )
+    return func
+
+
 def not_as_frames(module: str) -> None:
     """Keep Dynamo from compiling the functions of a module as frames of their own.
 
