@@ -83,7 +83,7 @@ class Scale(torch.amp.GradScaler):
             tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         # What is made inside a transform of torch.func is dead after it.
         if not torch.compiler.is_compiling() and private.under_transform():
-            scale, tracker = (torch.func.debug_unwrap(t, recurse=True) for t in (scale, tracker))
+            scale, tracker = map(private.outside_transforms, (scale, tracker))
         self._scale, self._growth_tracker = scale, tracker
         self._note_scale(gradients.float32(self._init_scale))
 

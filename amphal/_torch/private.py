@@ -488,6 +488,18 @@ def under_transform() -> bool:
     return _private("_functorch").peek_interpreter_stack() is not None
 
 
+def outside_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor made inside ``torch.func`` transforms wraps: it outlives them.
+
+    ``torch.func.debug_unwrap`` does this one level at a time, and is not in torch 2.6. Checked on
+    2.6 and 2.13.
+    """
+    functorch = _private("_functorch")
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def came_through_transform(error: BaseException) -> bool:
     """Whether ``error`` was raised inside a ``torch.func`` transform that was called below here."""
     traceback = error.__traceback__
