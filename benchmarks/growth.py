@@ -66,7 +66,7 @@ def scalers(weights: list[Tensor], plan: amphal.Plan) -> Pair:
         def __init__(self, parameters: list[nn.Parameter]) -> None:
             super().__init__(parameters, {})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             pass
 
     device = weights[0].device

@@ -61,10 +61,10 @@ class Adapter(nn.Module):
 def adapted() -> nn.Module:
     """A frozen stack of GPT blocks with adapters at their attention."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(LAYERS))).requires_grad_(False)
-    for block in model:
+    blocks: Any = [Block(WIDTH, HEADS).requires_grad_(False) for _ in range(LAYERS)]
+    for block in blocks:
         block.qkv, block.proj = Adapter(block.qkv), Adapter(block.proj)
-    return model
+    return nn.Sequential(*blocks)
 
 
 class Training:
@@ -135,11 +135,11 @@ def measure_encoder(plan: amphal.Plan, rounds: int, wait: Any, stock: bool) -> l
 
         def theirs(x: Tensor = x) -> Tensor:
             with torch.autocast(plan.device.type, dtype=plan.dtype):
-                return model(x)  # type: ignore[no-any-return]
+                return model(x)
 
         def mine(x: Tensor = x) -> Tensor:
             with amphal.autocast(plan):
-                return ours(x)  # type: ignore[no-any-return]
+                return ours(x)
 
         with torch.no_grad():
             equal = same(theirs(), mine())
@@ -174,7 +174,8 @@ def measure_lora(plan: amphal.Plan, rounds: int, wait: Any) -> list[dict[str, An
 
 def can_run() -> tuple[dict[str, Any], dict[str, str]]:
     """The architectures whose libraries can be imported; the names of the others, and why."""
-    chosen, missing = dict(TORCH_ONLY), {}
+    chosen = dict(TORCH_ONLY)
+    missing: dict[str, str] = {}
     for library, architectures in (("transformers", TRANSFORMERS), ("timm", TIMM)):
         try:
             importlib.import_module(library)

@@ -24,7 +24,7 @@ import torch
 import amphal
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("overhead", "steps", "precast", "tune", "scaler", "op_policy", "growth")
+BENCHMARKS = ("overhead", "steps", "precast", "tune", "scaler", "policies", "growth")
 BEGIN, END = "<!-- tables: written by run.py -->\n", "<!-- end of the tables -->\n"
 
 

@@ -236,8 +236,12 @@ def main() -> None:
     together = several(plan.device)
     show(figures, together, plan.device)
     if args.json:
-        rows = {"torch": torch.__version__, "device": str(plan.device), "step_all": together}
-        rows["figures"] = [asdict(figure) for figure in figures]  # type: ignore[assignment]
+        rows: dict[str, Any] = {
+            "torch": torch.__version__,
+            "device": str(plan.device),
+            "step_all": together,
+        }
+        rows["figures"] = [asdict(figure) for figure in figures]
         args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if args.check and (found := failures(figures, together)):
         raise SystemExit("above its limit:\n  " + "\n  ".join(found))

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _models import GPT
 from torch import nn
 from torch.nn import functional as F
 
 import amphal
+from gpt import GPT
 
 LIMIT = 1.05
 """The most that tune()'s choice may take, as a multiple of the best candidate's time."""
@@ -237,7 +237,10 @@ def main() -> None:
     figures = [measure(name, args.budget, args.seconds) for name in names]
     show(figures)
     if args.json:
-        rows = {"torch": torch.__version__, "hardware": amphal.detect().hardware.to_dict()}
+        rows: dict[str, Any] = {
+            "torch": torch.__version__,
+            "hardware": amphal.detect().hardware.to_dict(),
+        }
         rows |= {"threads": torch.get_num_threads(), "figures": figures}
         args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     slow = [f["workload"] for f in figures if f["tune_over_best"] > LIMIT]

@@ -502,7 +502,7 @@ def test_flags_are_told_by_identity() -> None:
     amphal.autocast("cpu", BF16, True, True)
     for enabled, cache in ((1, True), (True, 1), (True, 1.0)):
         with pytest.raises(ArgumentTypeError):
-            amphal.autocast("cpu", BF16, enabled, cache)  # type: ignore[arg-type]
+            amphal.autocast("cpu", BF16, enabled, cache)  # type: ignore[call-overload]
 
 
 def test_a_refused_warning_is_refused_again() -> None:

@@ -128,14 +128,14 @@ def test_pairs_with_torchs_own_decorators() -> None:
             return x @ x
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
+        @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             seen.append(torch.get_autocast_dtype("cpu"))
             return grad
 
     class Other(torch.autograd.Function):
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu")
+        @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x @ x
 
@@ -279,6 +279,7 @@ def test_setup_context_keeps_forwards_state() -> None:
         assert y.dtype is FP32
         y.sum().backward()
     assert seen == [(False, FP32)]
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(2, 2, dtype=BF16))
     seen.clear()
     x, w = torch.ones(2, 2, requires_grad=True), torch.eye(2, requires_grad=True)
@@ -287,6 +288,8 @@ def test_setup_context_keeps_forwards_state() -> None:
     assert y.dtype is BF16
     y.float().sum().backward()
     assert seen == [(True, BF16)]
+    assert x.grad is not None
+    assert w.grad is not None
     assert torch.equal(x.grad, torch.ones(2, 2))
     assert torch.equal(w.grad, torch.full((2, 2), 2.0))
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -226,9 +226,9 @@ def test_functional_calls_in_regions_of_two_dtypes() -> None:
 
 def test_modules_that_were_not_named_are_watched() -> None:
     """A critic beside the held model, and a child called past its parent, see their changes."""
-    named, critic, x = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4), torch.ones(1, 4)
-    with amphal.hold_casts(named):
-        for layer in (named[0], critic):
+    first, critic, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(1, 4)
+    with amphal.hold_casts(nn.Sequential(first)):
+        for layer in (first, critic):
             for value in (1.0, 2.0):
                 with torch.no_grad():
                     layer.weight.fill_(value)
@@ -349,7 +349,7 @@ def test_an_exception_ends_the_block() -> None:
 def test_a_generator_holds_until_it_is_closed() -> None:
     """A block in a generator ends with it, also inside a region that began before."""
 
-    def batches(model: nn.Module) -> Iterator[int]:
+    def batches(model: nn.Module) -> Generator[int, None, None]:
         with amphal.hold_casts(model):
             yield from itertools.count()
 
@@ -408,7 +408,8 @@ def test_other_threads_see_their_changes() -> None:
 
 def test_a_compiled_model_has_the_same_graphs() -> None:
     """Neither the block around a compiled model nor the one inside it makes another graph."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    first, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model = nn.Sequential(first, nn.Linear(4, 4))
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -423,7 +424,7 @@ def test_a_compiled_model_has_the_same_graphs() -> None:
         assert torch.equal(compiled(x), before)
         kept = copy.deepcopy(model.state_dict())
         with torch.no_grad():
-            model[0].weight.zero_()
+            first.weight.zero_()
         assert torch.allclose(compiled(x), forward(x))
         model.load_state_dict(kept)
     assert torch.equal(compiled(x), before)

@@ -135,7 +135,7 @@ def test_a_pin_can_be_changed_and_undone() -> None:
     block = Block()
     before = dict(vars(block))
     for precision in ("fp32", "lower_precision", "lower_precision"):
-        set_precision(block, precision)  # type: ignore[arg-type]
+        set_precision(block, precision)
     with region():
         assert block(torch.randn(2, 4)).dtype is LOW
     set_precision(block, None)
@@ -158,7 +158,8 @@ def test_state_dict_deepcopy_and_pickle() -> None:
     assert list(net.state_dict()) == keys
     with region():
         want = net(x)
-        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        copies: list[Any] = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+        for other in copies:
             assert torch.equal(other(x), want)
             with torch.no_grad():
                 other.layers[0].linear.weight.zero_()
@@ -285,13 +286,15 @@ def test_records_keep_their_type_and_attributes(kind: Any) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_batch_norm_can_be_pinned_to_low_precision(training: bool) -> None:
     """Its input is cast, its weights stay beside the statistics, which are updated."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(training)
-    before = net[1].running_mean.clone()
+    norm = nn.BatchNorm1d(4)
+    net = nn.Sequential(nn.Linear(4, 4), norm).train(training)
+    assert norm.running_mean is not None
+    before = norm.running_mean.clone()
     set_precision(net, "lower_precision")
     with region():
         out = net(torch.randn(8, 4))
     assert out.dtype is LOW
-    assert torch.equal(net[1].running_mean, before) is not training
+    assert torch.equal(norm.running_mean, before) is not training
     out.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype is FULL for p in net.parameters())
 

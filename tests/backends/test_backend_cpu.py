@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_what_the_cpu_scaler_declares_is_true_here() -> None:
     def step(found_inf: float) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(2))
         weight.grad = torch.full((2,), 8.0)
-        optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+        optimizer: Any = torch.optim.SGD([weight], lr=1.0, fused=True)
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(found_inf)
         optimizer.step()
         return weight.detach()

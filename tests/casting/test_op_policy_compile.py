@@ -96,7 +96,7 @@ def from_outside(ops: dict[str, str]) -> Callable[..., Any]:
 
 
 def decorated(ops: dict[str, str]) -> Callable[..., Any]:
-    return region(ops)(work)  # type: ignore[no-any-return]
+    return region(ops)(work)
 
 
 @pytest.mark.parametrize("make", [constructed, from_outside, decorated])

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import amphal
 from amphal import OpLists, op_lists
+from amphal._autocast import arguments as argument_rules
 from amphal._autocast import policy_region as _policy_region
 from amphal._casting import installed as _registration
 from amphal._casting import policy as _policy
@@ -268,7 +269,7 @@ def test_ops_where_the_plan_is_full_precision_is_told_once(
 ) -> None:
     """ops= without a dtype on hardware that is best in float32 does nothing, and says so."""
     _policy_region._tell_of_no_effect.cache_clear()
-    monkeypatch.setattr(_policy_region.argument_rules, "settled", lambda *args: ("cpu", LOW, False))
+    monkeypatch.setattr(argument_rules, "settled", lambda *args: ("cpu", LOW, False))
     with pytest.warns(amphal.PrecisionWarning, match="ops= has no effect.*dtype='bf16'"):
         amphal.autocast("cpu", ops={"softmax": "fp32"})
     with warnings.catch_warnings():

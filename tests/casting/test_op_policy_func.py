@@ -43,7 +43,7 @@ def test_a_region_around_the_transform(policy: str) -> None:
     backward pass in a region.
     """
     with amphal.autocast("cpu", "bf16", ops={"matmul": policy}):
-        value, slope = torch.func.jvp(product, (X,), (torch.ones(2, 2),))
+        value, slope = torch.func.jvp(product, (X,), (torch.ones(2, 2),))  # type: ignore[misc]
         assert value.item() == 4 * FINE**2
         assert slope.item() == 8 * FINE
         assert torch.func.vmap(product)(X[None]).item() == 4 * FINE**2

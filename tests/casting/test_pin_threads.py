@@ -61,12 +61,12 @@ def test_copies_and_replicas_compute_with_their_own_weights(precision: str) -> N
     module = torch.nn.Linear(8, 8)
     amphal.set_precision(module, precision)  # type: ignore[arg-type]
     shallow = copy.copy(module)
-    shallow._parameters = {  # type: ignore[assignment]
+    shallow._parameters = {
         name: torch.nn.Parameter(torch.zeros_like(p))
         for name, p in module._parameters.items()
         if p is not None
     }
-    replica = module._replicate_for_data_parallel()  # type: ignore[operator]
+    replica = module._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.zeros(8, 8), torch.zeros(8)
     replica._former_parameters = {"weight": replica.weight, "bias": replica.bias}
     x = torch.randn(4, 8)
@@ -95,4 +95,4 @@ def test_a_recurrent_module_takes_its_cast_weights() -> None:
     with amphal.autocast("cpu", "bf16"):
         out, _ = module(torch.randn(3, 2, 4))
     assert out.dtype is torch.bfloat16
-    assert all(p.dtype is torch.float32 for p in module._flat_weights)
+    assert all(p is not None and p.dtype is torch.float32 for p in module._flat_weights)

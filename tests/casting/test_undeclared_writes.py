@@ -90,7 +90,7 @@ def test_every_op_that_writes_without_declaring_it_is_known() -> None:
 )
 def test_batch_norm_updates_its_own_statistics(op: str, policy: str, dtype: torch.dtype) -> None:
     """The running mean moves by the momentum 0.5 from 0 towards the mean of the data, 5."""
-    module = torch.nn.BatchNorm1d(4, momentum=0.5).to(dtype)
+    module: Any = torch.nn.BatchNorm1d(4, momentum=0.5).to(dtype)
     x = torch.tensor([[MEAN - 1] * 4, [MEAN + 1] * 4])
     with amphal.autocast("cpu", "bf16", ops={op: policy}):
         module(x)
@@ -101,7 +101,7 @@ def test_batch_norm_updates_its_own_statistics(op: str, policy: str, dtype: torc
 
 def test_instance_norm_updates_its_own_statistics() -> None:
     """instance_norm reports the update under another flag; the value is right too."""
-    module = torch.nn.InstanceNorm1d(4, momentum=0.5, track_running_stats=True)
+    module: Any = torch.nn.InstanceNorm1d(4, momentum=0.5, track_running_stats=True)
     x = torch.tensor([MEAN - 1, MEAN + 1]).expand(2, 4, 2)
     with amphal.autocast("cpu", "bf16", ops={"instance_norm": "lower_precision"}):
         module(x)
@@ -110,7 +110,7 @@ def test_instance_norm_updates_its_own_statistics() -> None:
 
 def test_evaluation_writes_nothing() -> None:
     """In eval mode the statistics keep their version, so that autograd can use them again."""
-    module = torch.nn.BatchNorm1d(4).to(torch.bfloat16).eval()
+    module: Any = torch.nn.BatchNorm1d(4).to(torch.bfloat16).eval()
     with amphal.autocast("cpu", "bf16", ops={"batch_norm": "fp32"}):
         module(torch.ones(2, 4))
     assert module.running_mean._version == 0
@@ -119,7 +119,7 @@ def test_evaluation_writes_nothing() -> None:
 def test_gradients_are_those_of_the_plain_call() -> None:
     """The statistics that are written back are no part of the graph."""
     x = torch.randn(8, 4, requires_grad=True)
-    module = torch.nn.BatchNorm1d(4)
+    module: Any = torch.nn.BatchNorm1d(4)
     module(x).square().sum().backward()
     expected, x.grad = x.grad, None
     with amphal.autocast("cpu", "bf16", ops={"batch_norm": "fp32"}):
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_plain_call() -> None:
 def test_compiled_batch_norm_updates_its_own_statistics(policy: str) -> None:
     """The update is part of the graph."""
     dtype = torch.float32 if policy == "lower_precision" else torch.bfloat16
-    module = torch.nn.BatchNorm1d(4, momentum=0.5).to(dtype)
+    module: Any = torch.nn.BatchNorm1d(4, momentum=0.5).to(dtype)
     x = torch.tensor([[MEAN - 1] * 4, [MEAN + 1] * 4])
     with amphal.autocast("cpu", "bf16", ops={"batch_norm": policy}):
         torch.compile(module, backend="aot_eager", fullgraph=True)(x)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -245,8 +246,9 @@ def test_a_description_has_an_index_that_torch_can_hold(index: int) -> None:
 @pytest.mark.parametrize("field", ["capability", "os_version", "torch"])
 def test_versions_of_a_description_are_numbers(field: str) -> None:
     """("8", "0") is refused: it is text, not a pair of ints."""
+    wrong: dict[str, Any] = {field: ("8", "0")}
     with pytest.raises(ArgumentTypeError, match=f"{field} must be a"):
-        amphal.Hardware("cuda", "x", **{field: ("8", "0")})
+        amphal.Hardware("cuda", "x", **wrong)
 
 
 def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,11 @@ import torch
 
 import amphal
 from amphal import Hardware
-from amphal.contract.known_hardware import tomllib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 BF16 = (torch.bfloat16, False)
 FP16 = (torch.float16, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ def tuned(
     """This rank's choice and number of steps, each step with a collective; or the error."""
     rank, clock = dist.get_rank(), Clock()
     calls: Counter[str] = Counter()
-    real, _tune.time = _tune.time, clock  # type: ignore[assignment]
 
     def step(plan: amphal.Plan) -> float:
         name = SHORT[plan.dtype]
@@ -49,18 +49,17 @@ def tuned(
         return float("nan") if fails.get(rank) == name else float(value)
 
     try:
-        plan = amphal.tune(
-            step,
-            candidates=list(costs[rank]),
-            budget_s=1,
-            device="cpu",
-            state=(),
-            process_group=dist.group.WORLD if group else None,
-        )
+        with mock.patch.object(_tune, "time", clock):
+            plan = amphal.tune(
+                step,
+                candidates=list(costs[rank]),
+                budget_s=1,
+                device="cpu",
+                state=(),
+                process_group=dist.group.WORLD if group else None,
+            )
     except amphal.AmphalError as exc:
         return exc
-    finally:
-        _tune.time = real
     return SHORT[plan.dtype], clock.steps, plan.measured
 
 

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amphal
-from amphal._precast.readers import tensors_in
 from amphal._torch import private as _compat
+from amphal._torch.nested import tensors_in
 from amphal.contract import op_names as _opnames
 from amphal.testing import _observe, observe_policy
 from amphal.testing._observe import observe_in

@@ -108,7 +108,8 @@ def rnn_dtypes(region: Callable[[], Any]) -> set[torch.dtype]:
         return torch.empty(*shape, device="cuda", dtype=dtype)
 
     op = torch.ops.aten._cudnn_rnn.default
-    gru, rest = 3, (0, 1, False, 0.0, False, False, [], None)
+    gru = 3
+    rest: Any = (0, 1, False, 0.0, False, False, [], None)
     with FakeTensorMode(), torch.inference_mode():
         # With weights in float16 there is nothing to flatten, which would take a GPU.
         weights = [empty(12, 4, dtype=torch.float16), empty(12, 3, dtype=torch.float16)]
@@ -143,7 +144,9 @@ def test_observation_follows_a_changed_kernel() -> None:
     library = torch.library.Library("aten", "IMPL")
 
     def softmax(x, dim, dtype=None):  # type: ignore[no-untyped-def]
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet("AutocastCPU")):
+        with torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        ):
             return torch.softmax(x.float(), dim, dtype)
 
     library.impl("softmax.int", softmax, "AutocastCPU")

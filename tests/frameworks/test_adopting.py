@@ -131,7 +131,7 @@ class Module(LightningModule):  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        grads = [p.grad for p in self.model.parameters()]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

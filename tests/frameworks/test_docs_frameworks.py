@@ -52,7 +52,7 @@ def run_block(name: str, precision: str, folder: str) -> str:
         warnings.simplefilter("ignore", amphal.PrecisionWarning)
         plan = amphal.detect("cpu", precision=precision)
     model = gpt2() if name == "transformers" else nn.Linear(8, 8)
-    names = {
+    names: dict[str, Any] = {
         "plan": plan,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), fused=True),

@@ -34,10 +34,12 @@ def model() -> nn.Sequential:
 
 def halves(net: nn.Module, mesh: Any) -> nn.Module:
     """The first layer spread over the ranks, the last one plain in each."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
     from torch.distributed.tensor.placement_types import Replicate
 
-    plan = {"0": ColwiseParallel(output_layouts=Replicate(), use_local_output=True)}
+    plan: dict[str, ParallelStyle] = {
+        "0": ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
+    }
     return parallelize_module(net, mesh["tensor_parallel"], plan)
 
 

@@ -6,6 +6,8 @@ Not in the default test paths: these need the frameworks, and fail without them.
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -20,33 +22,33 @@ import amphal
 BATCHES = [1.0, 1.0, math.inf, 1.0, math.nan, 1.0, 1.0, 1.0]
 
 
-def model():
+def model() -> Any:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 
 
-def batches():
+def batches() -> Any:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, 4, generator=generator) * factor for factor in BATCHES]
 
 
-def scalers():
+def scalers() -> Any:
     """This package's, and torch's to compare with."""
-    numbers = {"init_scale": 1024.0, "growth_interval": 3}
+    numbers: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
     return [
         amphal.GradScaler("cpu", enabled=True, **numbers),
         torch.amp.GradScaler("cpu", **numbers),
     ]
 
 
-def assert_same(runs):
+def assert_same(runs: Any) -> None:
     (ours, scale), (torchs, expected) = runs
     assert scale == expected
     assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
     assert all(p.isfinite().all() for p in ours)
 
 
-def accelerate_loop(scaler, fused, directory):
+def accelerate_loop(scaler: Any, fused: Any, directory: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
     # On a CPU Accelerate makes no scaler of its own; its loop is the same with one.
@@ -73,7 +75,7 @@ def accelerate_loop(scaler, fused, directory):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_accelerate_runs_its_fp16_loop(fused, tmp_path):
+def test_accelerate_runs_its_fp16_loop(fused: Any, tmp_path: Path) -> None:
     """Backward, accumulation, clipping, skipping, schedule, checkpoint: as with torch's."""
     runs = [
         accelerate_loop(scaler, fused, tmp_path / str(number))
@@ -85,7 +87,7 @@ def test_accelerate_runs_its_fp16_loop(fused, tmp_path):
     assert_same([run[:2] for run in runs])
 
 
-def fabric_loop(scaler, fused):
+def fabric_loop(scaler: Any, fused: Any) -> Any:
     precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
     net = model()
@@ -102,24 +104,24 @@ def fabric_loop(scaler, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_lightning_fabric_runs_its_fp16_loop(fused):
+def test_lightning_fabric_runs_its_fp16_loop(fused: Any) -> None:
     """Backward, clipping, step and state through Fabric's plugin: the same as with torch's."""
     assert_same([fabric_loop(scaler, fused) for scaler in scalers()])
 
 
-class Module(LightningModule):
-    def __init__(self, fused):
+class Module(LightningModule):  # type: ignore[misc]
+    def __init__(self, fused: Any) -> None:
         super().__init__()
         self.net, self.fused = model(), fused
 
-    def training_step(self, batch, index):
+    def training_step(self, batch: Any, index: Any) -> Any:
         return self.net(batch).square().mean()
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.net.parameters(), lr=0.01, fused=self.fused)
 
 
-def trainer_loop(scaler, fused, directory):
+def trainer_loop(scaler: Any, fused: Any, directory: Any) -> Any:
     module = Module(fused)
     trainer = Trainer(
         accelerator="cpu",
@@ -138,6 +140,6 @@ def trainer_loop(scaler, fused, directory):
 
 @pytest.mark.filterwarnings("ignore:.*num_workers.*")
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_lightning_trainer_runs_its_fp16_loop(fused, tmp_path):
+def test_the_lightning_trainer_runs_its_fp16_loop(fused: Any, tmp_path: Path) -> None:
     """Closure, unscale, clipping, step and checkpoint through the Trainer: as with torch's."""
     assert_same([trainer_loop(scaler, fused, tmp_path) for scaler in scalers()])

@@ -6,6 +6,7 @@ import copy
 import itertools
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def run(model: nn.Module, inputs: Any, seed: int = 7, region: Any = None) -> list[torch.Tensor]:
+def run(
+    model: Callable[..., Any], inputs: Any, seed: int = 7, region: Any = None
+) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     with plan().autocast() if region is None else region:
         if isinstance(inputs, dict):

@@ -65,9 +65,10 @@ class Ranks:
             for rank in waiting.values():
                 answers[rank] = (False, "did not answer: it hangs, or waits for another rank")
         for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
             try:
-                answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                answers[rank] = pipe.recv()
             except EOFError:
                 self._processes[rank].join(10)
                 answers[rank] = (False, f"died, exit code {self._processes[rank].exitcode}")

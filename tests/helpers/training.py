@@ -72,13 +72,14 @@ def spread(kind: str, plan: amphal.Plan) -> nn.Module:
     if kind == "fsdp2":
         mesh = init_device_mesh(plan.device.type, (dist.get_world_size(),))
         policy = fsdp.mixed_precision(plan)
-        for layer in (net[1], net[3]):
+        for layer in (net.get_submodule("1"), net.get_submodule("3")):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(net, mesh=mesh, mp_policy=policy)
+        fully_shard(net, mesh=mesh, mp_policy=policy)  # in place
+        return net
     if kind == "fsdp1":
-        policy = fsdp.mixed_precision(plan, fsdp=1)
+        older = fsdp.mixed_precision(plan, fsdp=1)
         return FullyShardedDataParallel(
-            net, mixed_precision=policy, device_id=plan.device, use_orig_params=True
+            net, mixed_precision=older, device_id=plan.device, use_orig_params=True
         )
     if kind == "tensor parallel":
         mesh = init_device_mesh(plan.device.type, (dist.get_world_size(),))

@@ -109,7 +109,7 @@ def with_lightning(name: str, plan: amphal.Plan) -> Result:
         enable_model_summary=False,
     )
     rows = MODELS[name][1]()
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
     trainer.fit(Module(), loader)
     return losses, precision.scaler
 

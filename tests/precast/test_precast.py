@@ -136,7 +136,7 @@ def test_a_parameter_that_is_read_uncast_too_stays() -> None:
 def test_what_a_parametrization_reads_stays(norm: Callable[[nn.Module], nn.Module]) -> None:
     """With and without example inputs, the plain linear beside it is stored low."""
     torch.manual_seed(0)
-    model = frozen(nn.Sequential(norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
     model(X)  # the hook of the old weight norm makes a weight without a gradient, to be copied
     for example in (None, X):
         precast = copy.deepcopy(model)
@@ -148,7 +148,7 @@ def test_what_a_parametrization_reads_stays(norm: Callable[[nn.Module], nn.Modul
 
 def test_pins_are_heeded() -> None:
     """A module pinned to fp32 keeps its weights, and can't be pinned once they are low."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     amphal.set_precision(model, "fp32", names="0")
     for example in (None, X):
         precast = copy.deepcopy(model)
@@ -162,7 +162,7 @@ def test_pins_are_heeded() -> None:
 
 def test_a_policy_in_force_decides() -> None:
     """What the region's ops= casts is what is stored, and another policy is refused."""
-    model = frozen(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
     policy = {"layer_norm": "lower_precision", "linear": "fp32"}
     precast, plain = copy.deepcopy(model), copy.deepcopy(model)
     with amphal.autocast(plan(), ops=policy):
@@ -187,7 +187,7 @@ def test_without_examples_only_what_is_certain() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Flatten(), nn.LazyLinear(2))
     frozen(model[:2])
     assert amphal.precast_(model, plan=plan()).cast == ("0.weight", "0.bias", "1.weight")
-    hooked = frozen(nn.Sequential(nn.Linear(8, 8)))
+    hooked: Any = frozen(nn.Sequential(nn.Linear(8, 8)))
     hooked[0].register_forward_hook(lambda module, args, out: out * module.weight.sum())
     assert "hook" in amphal.precast_(hooked, plan=plan()).left["0.weight"]
 
@@ -220,7 +220,7 @@ def test_outputs_that_would_change_are_found_and_their_cause_is_left() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
-            return x + torch.finfo(self.layers[3].weight.dtype).eps
+            return x + torch.finfo(self.layers[3].get_parameter("weight").dtype).eps
 
     model = frozen(Peeks())
     precast = copy.deepcopy(model)
@@ -256,6 +256,7 @@ def test_the_trial_leaves_nothing_behind() -> None:
             self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
             self.head = nn.Linear(8, 2)
             self.register_buffer("seen", torch.zeros(1))
+            self.seen: torch.Tensor
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = self.seen + 1
@@ -329,7 +330,7 @@ def test_training_beside_frozen_weights_gives_the_same_losses() -> None:
 
 def test_a_plan_of_full_precision_does_nothing() -> None:
     """It says so, and the model needs no region."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8)))
     report = amphal.precast_(model, plan=plan("fp32"))
     assert not report.cast
     assert report.bytes_saved == 0
@@ -340,7 +341,7 @@ def test_a_plan_of_full_precision_does_nothing() -> None:
 
 def test_without_a_plan_that_of_the_parameters_device_is_taken() -> None:
     """What detect() says of it."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8)))
     assert amphal.precast_(model).dtype is amphal.detect("cpu").dtype
 
 
@@ -390,7 +391,7 @@ def test_recurrent_modules_of_every_kind() -> None:
         lambda: nn.GRU(8, 6, bias=False, batch_first=True),
         lambda: nn.RNN(8, 6, nonlinearity="relu", batch_first=True),
     ):
-        model = frozen(make())
+        model: Any = frozen(make())
         precast = copy.deepcopy(model)
         x = torch.randn(2, 4, 8)
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2]), batch_first=True)

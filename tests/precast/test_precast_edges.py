@@ -34,7 +34,7 @@ class Reader(nn.Module):
 class Looks(nn.Linear):
     """Gives what is no tensor as well."""
 
-    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
         return out, {"eps": torch.finfo(self.weight.dtype).eps}
 
@@ -103,7 +103,9 @@ def test_checkpointed_modules(reentrant: bool) -> None:
     assert precast.first.weight.grad is None
     for m in (model, precast):
         run(m, X)[0].sum().backward()
-    assert_same([model.first.weight.grad], [precast.first.weight.grad])
+    grad = precast.first.weight.grad
+    assert grad is not None
+    assert_same([model.first.weight.grad], [grad])
 
 
 def test_without_examples_all_of_the_model_has_to_be_torchs() -> None:
@@ -112,7 +114,7 @@ def test_without_examples_all_of_the_model_has_to_be_torchs() -> None:
     report = amphal.precast_(frozen(nn.Sequential(linear, Reader(linear))), plan=plan())
     assert not report.cast
     assert "Reader might read it" in report.left["0.weight"]
-    hooked = frozen(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    hooked: Any = frozen(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     hooked[1].register_forward_hook(lambda module, args, out: out * hooked[0].weight.sum())
     assert "hook of ReLU" in amphal.precast_(hooked, plan=plan()).left["0.weight"]
     hooked = frozen(nn.Sequential(nn.Linear(8, 8)))
@@ -120,10 +122,10 @@ def test_without_examples_all_of_the_model_has_to_be_torchs() -> None:
         lambda module, grads, _: (grads[0] * module.weight.sum(),)
     )
     assert "hook of Linear" in amphal.precast_(hooked, plan=plan()).left["0.weight"]
-    replaced = frozen(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    replaced: Any = frozen(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     replaced[1].forward = lambda x: x * replaced[0].weight.sum()
     assert "forward of ReLU" in amphal.precast_(replaced, plan=plan()).left["0.weight"]
-    odd = frozen(nn.TransformerEncoderLayer(16, 2, 32, activation=lambda x: x.relu()))
+    odd: Any = frozen(nn.TransformerEncoderLayer(16, 2, 32, activation=lambda x: x.relu()))
     report = amphal.precast_(nn.TransformerEncoder(odd, 1), plan=plan())
     assert "activation function" in report.left["layers.0.linear1.weight"]
     loose = amphal.precast_(frozen(nn.ModuleList([nn.Linear(8, 8)])), plan=plan())
@@ -156,7 +158,7 @@ def test_a_view_that_a_module_keeps_is_a_reason_to_stay() -> None:
 
 def test_a_mode_that_does_not_run_is_left_out() -> None:
     """Also the one that the model is in; only where none runs its error is raised."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train()
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).train()
     report = amphal.precast_(model, example_inputs=X[:1], plan=plan())
     assert report.cast == ("0.weight", "0.bias")
     assert set(report.verified) == {"eval, grad", "eval, no grad", "eval, input grad"}
@@ -203,11 +205,11 @@ def test_an_interrupt_puts_all_back() -> None:
                 raise KeyboardInterrupt
             for layer in self.layers:
                 x = layer(x)
-            return x + torch.finfo(self.layers[3].weight.dtype).eps
+            return x + torch.finfo(self.layers[3].get_parameter("weight").dtype).eps
 
     interrupted = 0
     for last in range(1000):
-        model = frozen(Stops(last))
+        model: Any = frozen(Stops(last))
         before = copy.deepcopy(model.state_dict())
         try:
             report = amphal.precast_(model, example_inputs=X, plan=plan())
@@ -222,7 +224,7 @@ def test_an_interrupt_puts_all_back() -> None:
     assert set(report.left) == {"layers.3.weight"}
 
 
-def _hook(layer: nn.Module) -> None:
+def _hook(layer: Any) -> None:
     layer.linear1.register_forward_hook(lambda *args: None)
 
 
@@ -230,7 +232,7 @@ def _train_around_attention(layer: nn.Module) -> None:
     layer.training = True
 
 
-def _unfreeze_norm(layer: nn.Module) -> None:
+def _unfreeze_norm(layer: Any) -> None:
     layer.norm1.weight.requires_grad_()
 
 
@@ -274,7 +276,7 @@ def test_a_policy_around_a_model_with_its_own_region_is_checked() -> None:
 
 def test_vmap_around_the_model() -> None:
     """There a linear's bias is not cast: refused, unless the example runs it so."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8)))
     precast = copy.deepcopy(model)
     amphal.precast_(precast, plan=plan())
     with plan().autocast(), pytest.raises(PrecastError, match="vmap"):
@@ -289,7 +291,7 @@ def test_vmap_around_the_model() -> None:
 
 def test_the_way_back_after_a_parametrization() -> None:
     """An error that says what to do, and then every bit."""
-    model = frozen(nn.Sequential(nn.Linear(8, 8)))
+    model: Any = frozen(nn.Sequential(nn.Linear(8, 8)))
     want = copy.deepcopy(model.state_dict())
     amphal.precast_(model, plan=plan(), keep_originals=True)
     bias, model[0].bias = model[0].bias, None
@@ -303,7 +305,7 @@ def test_the_way_back_after_a_parametrization() -> None:
 
 def test_a_part_of_a_precast_model() -> None:
     """Not restored alone; saved in full precision; a copy of it holds nothing of the rest."""
-    model = frozen(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
+    model: Any = frozen(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
     alone, want = len(pickle.dumps(model[0])), copy.deepcopy(model[0].state_dict())
     amphal.precast_(model, plan=plan())
     assert len(pickle.dumps(model[0])) < alone
@@ -317,6 +319,11 @@ def test_a_part_of_a_precast_model() -> None:
     assert amphal.undo_precast_(model[0]) == ()
 
 
+@torch.jit.script
+def _scripted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return w.to(x.dtype)
+
+
 CONVERSIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "as_tensor": lambda x, w: x * torch.as_tensor(w, dtype=x.dtype),
     "new_tensor": lambda x, w: x * x.new_tensor(w),
@@ -324,11 +331,6 @@ CONVERSIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "overload": lambda x, w: x * torch.ops.aten.to.dtype(w, x.dtype),
     "script": lambda x, w: x * _scripted(x, w),
 }
-
-
-@torch.jit.script
-def _scripted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return w.to(x.dtype)
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -28,9 +28,11 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.base = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        first = nn.Linear(8, 8)
+        # Any: torch types an attribute of a module as Tensor | Module.
+        self.base: Any = nn.Sequential(first, nn.LayerNorm(8), nn.Linear(8, 8))
         self.again = nn.Linear(8, 8)
-        self.again.weight = self.base[0].weight
+        self.again.weight = first.weight
         self.head = nn.Linear(8, 2)
         frozen(self.base)
         frozen(self.again)

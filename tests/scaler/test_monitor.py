@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import amphal
 from amphal.errors import ArgumentError, ArgumentTypeError, ScalerStateError
 
 
-def feed(monitor, param, norms, **kwargs):
+def feed(monitor: Any, param: torch.nn.Parameter, norms: list[float], **kwargs: Any) -> Any:
     found = []
     for norm in norms:
         param.grad = torch.tensor([norm, 0.0, 0.0])
@@ -20,17 +21,19 @@ def feed(monitor, param, norms, **kwargs):
     return found
 
 
-def steady(count, seed=0):
+def steady(count: int, seed: int = 0) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     return (1 + 0.2 * torch.rand(count, generator=generator)).tolist()
 
 
-def test_the_norm_is_the_norm_of_the_gradients():
+def test_the_norm_is_the_norm_of_the_gradients() -> None:
     """For a model and for an optimizer, whatever the shapes."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(torch.ones(2, 3)).sum().backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad for p in net.parameters() if p.grad is not None]
+    )
     for watched in (net, optimizer):
         health = amphal.GradMonitor(watched).observe()
         assert health.norm == pytest.approx(float(expected))
@@ -39,7 +42,7 @@ def test_the_norm_is_the_norm_of_the_gradients():
         assert math.isnan(health.usual)
 
 
-def test_a_spike_stands_out_from_the_usual_norms():
+def test_a_spike_stands_out_from_the_usual_norms() -> None:
     """Ten times the usual norm is a spike, a fifth more is not, and it is one number's business."""
     param, _ = problem()
     monitor = amphal.GradMonitor(torch.nn.ParameterList([param]), window=32)
@@ -53,7 +56,7 @@ def test_a_spike_stands_out_from_the_usual_norms():
     assert "spike" in repr(spike)
 
 
-def test_a_lasting_change_of_level_becomes_the_usual_one():
+def test_a_lasting_change_of_level_becomes_the_usual_one() -> None:
     """When half of the window has seen the new level it is no longer a spike."""
     param, _ = problem()
     monitor = amphal.GradMonitor(torch.nn.ParameterList([param]), window=16, warmup=8)
@@ -63,7 +66,7 @@ def test_a_lasting_change_of_level_becomes_the_usual_one():
     assert not health[-1].spike
 
 
-def test_nothing_is_a_spike_during_the_warm_up():
+def test_nothing_is_a_spike_during_the_warm_up() -> None:
     """The first norms of a run are no norm to judge by."""
     param, _ = problem()
     monitor = amphal.GradMonitor(torch.nn.ParameterList([param]), warmup=8)
@@ -71,7 +74,7 @@ def test_nothing_is_a_spike_during_the_warm_up():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_seen_and_not_remembered(bad):
+def test_what_is_not_finite_is_seen_and_not_remembered(bad: float) -> None:
     """It counts, and the usual norm stays what it was."""
     param, _ = problem()
     monitor = amphal.GradMonitor(torch.nn.ParameterList([param]))
@@ -91,7 +94,7 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad):
     ("skip", "skips"),
     [("none", (False, False)), ("nonfinite", (True, False)), ("spike", (True, True))],
 )
-def test_a_step_is_skipped_as_asked(fused, skip, skips):
+def test_a_step_is_skipped_as_asked(fused: bool, skip: str, skips: tuple[bool, bool]) -> None:
     """Without a scaler: nothing, what is not finite, or spikes as well."""
     param, optimizer = problem(fused, kind=torch.optim.SGD)
     monitor = amphal.GradMonitor(optimizer, skip=skip)
@@ -109,7 +112,9 @@ def test_a_step_is_skipped_as_asked(fused, skip, skips):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_with_a_scaler_the_norm_is_unscaled_and_overflow_is_the_scalers(fused, memory):
+def test_with_a_scaler_the_norm_is_unscaled_and_overflow_is_the_scalers(
+    fused: bool, memory: str
+) -> None:
     """A spike skips without moving the scale; an overflow skips and backs off."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -132,7 +137,7 @@ def test_with_a_scaler_the_norm_is_unscaled_and_overflow_is_the_scalers(fused, m
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_norm_is_right_before_and_after_unscaling(fused):
+def test_the_norm_is_right_before_and_after_unscaling(fused: bool) -> None:
     """observe(scaler) knows whether the gradients still carry the scale; clipping can tell it."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -157,7 +162,7 @@ def test_the_norm_is_right_before_and_after_unscaling(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_disabled_scaler_is_no_scaler(fused):
+def test_a_disabled_scaler_is_no_scaler(fused: bool) -> None:
     """The bf16 loop passes its disabled scaler; the outcome is kept there too."""
     param, optimizer = problem(fused)
     scaler = amphal.GradScaler("cpu", enabled=False)
@@ -170,12 +175,12 @@ def test_a_disabled_scaler_is_no_scaler(fused):
 
 @pytest.mark.parametrize(("fused", "expected"), [(True, 0), (False, 1)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_host_syncs(fused, expected, scaled, memory):
+def test_host_syncs(fused: bool, expected: int, scaled: bool, memory: str) -> None:
     """Observing costs none; a fused step none, another one as without the monitor."""
     param, optimizer = problem(fused)
     monitor = amphal.GradMonitor(optimizer, skip="spike")
     scaler = scaler_of() if scaled else None
-    if scaled:
+    if scaler is not None:
         scaler.scale(torch.ones(()))
     for _ in range(4):
         param.grad = torch.ones(3)
@@ -183,7 +188,7 @@ def test_host_syncs(fused, expected, scaled, memory):
             optimizer.step()
         with Syncs() as syncs:
             monitor.step(optimizer, scaler)
-        if scaled:
+        if scaler is not None:
             scaler.update()
         assert syncs.count - bare.count == expected
 
@@ -198,13 +203,15 @@ def test_host_syncs(fused, expected, scaled, memory):
         ((torch.nn.Linear(1, 1),), {"skip": True}, "skip must be 'none', 'nonfinite' or 'spike'"),
     ],
 )
-def test_bad_arguments(args, kwargs, words):
+def test_bad_arguments(
+    args: tuple[int] | tuple[torch.nn.Module], kwargs: dict[str, Any], words: str
+) -> None:
     """Each argument has a rule, and the message says it."""
     with pytest.raises(amphal.AmphalError, match=words):
         amphal.GradMonitor(*args, **kwargs)
 
 
-def test_asking_too_early_names_the_missing_call():
+def test_asking_too_early_names_the_missing_call() -> None:
     """last and outcome need an observation and a step."""
     monitor = amphal.GradMonitor(torch.nn.Linear(1, 1))
     with pytest.raises(ScalerStateError, match=r"call observe\(\) or step\(\) first"):
@@ -217,7 +224,7 @@ def test_asking_too_early_names_the_missing_call():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("vetoed", [False, True])
-def test_two_optimizers_of_one_model(fused, vetoed):
+def test_two_optimizers_of_one_model(fused: bool, vetoed: bool) -> None:
     """After the first was stepped, or held back as a spike, the norm is still that of the whole."""
     a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     first, second = (torch.optim.SGD([p], lr=1e-9, fused=fused) for p in (a, b))
@@ -233,7 +240,7 @@ def test_two_optimizers_of_one_model(fused, vetoed):
         assert scaler.outcome(optimizer).skipped is vetoed
 
 
-def test_torchs_scaler_with_two_optimizers():
+def test_torchs_scaler_with_two_optimizers() -> None:
     """A watched optimizer is found by identity; for a module it cannot be told, which is said."""
     a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     first, second = (torch.optim.SGD([p], lr=1e-9) for p in (a, b))
@@ -248,7 +255,7 @@ def test_torchs_scaler_with_two_optimizers():
         module.observe(scaler)
 
 
-def test_the_default_dtype_does_not_matter():
+def test_the_default_dtype_does_not_matter() -> None:
     """Counts are integers: bfloat16 would stop at 256."""
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -262,13 +269,15 @@ def test_the_default_dtype_does_not_matter():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_spike_on_another_rank_skips_here_too(fused, monkeypatch):
+def test_a_spike_on_another_rank_skips_here_too(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The veto goes through the group's agreement (a stand-in for the all-reduce)."""
     param, optimizer = problem(fused)
     scaler, reduced = scaler_of(), []
     scaler._process_group = "a group"
 
-    def all_reduce(flags):
+    def all_reduce(flags: torch.Tensor) -> torch.Tensor:
         reduced.append(flags.tolist())
         return torch.tensor([0.0, 1.0])  # the other rank's veto
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from amphal._scaler import outcome as _outcome
 from amphal.errors import ArgumentError, ArgumentTypeError, ScaleCollapseError, ScalerStateError
 
 
-def test_it_is_torchs_scaler():
+def test_it_is_torchs_scaler() -> None:
     """isinstance holds, and the attributes that other libraries read are there from the start."""
     scaler = scaler_of()
     assert isinstance(scaler, torch.amp.GradScaler)
@@ -27,7 +29,7 @@ def test_it_is_torchs_scaler():
     assert scaler._device == "cpu"
 
 
-def test_torchs_order_of_arguments_is_kept():
+def test_torchs_order_of_arguments_is_kept() -> None:
     """Positional arguments mean what they mean in torch.amp.GradScaler."""
     scaler = amphal.GradScaler("cpu", 2.0, 3.0, 0.25, 7, True)
     assert scaler.state_dict()["scale"] == 2.0
@@ -38,7 +40,7 @@ def test_torchs_order_of_arguments_is_kept():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_enabled_follows_the_plan(precision):
+def test_enabled_follows_the_plan(precision: str) -> None:
     """Without enabled=, the scaler is on exactly where the plan asks for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,7 +80,9 @@ def test_enabled_follows_the_plan(precision):
         ({"enabled": 1}, TypeError, "enabled must be True, False or None"),
     ],
 )
-def test_a_bad_argument_is_refused_by_its_rule(kwargs, builtin, words):
+def test_a_bad_argument_is_refused_by_its_rule(
+    kwargs: dict[str, Any], builtin: type[Exception], words: str
+) -> None:
     """Each argument has a rule, and the message says it; torch's kind of error is kept."""
     with pytest.raises(amphal.AmphalError, match=words) as caught:
         amphal.GradScaler("cpu", **{"enabled": True, **kwargs})
@@ -86,20 +90,21 @@ def test_a_bad_argument_is_refused_by_its_rule(kwargs, builtin, words):
 
 
 @pytest.mark.parametrize("device", [65536.0, 3, "gpu", [], "cpu:x"])
-def test_a_bad_device_is_refused(device):
+def test_a_bad_device_is_refused(device: Any) -> None:
     """Something that is no device is an error, also the old order with init_scale first."""
     with pytest.raises(amphal.AmphalError):
         amphal.GradScaler(device)
 
 
-def test_setters_hold_the_same_rules():
+def test_setters_hold_the_same_rules() -> None:
     """A value that the constructor refuses is refused by its setter, and nothing changes."""
     scaler = scaler_of()
-    for setter, bad in (
+    refused: list[tuple[Callable[[Any], None], Any]] = [
         (scaler.set_growth_factor, 1.0),
         (scaler.set_backoff_factor, 1.0),
         (scaler.set_growth_interval, 0),
-    ):
+    ]
+    for setter, bad in refused:
         with pytest.raises(ArgumentError):
             setter(bad)
     assert scaler.get_growth_factor() == 2.0
@@ -107,7 +112,7 @@ def test_setters_hold_the_same_rules():
     assert scaler.get_growth_interval() == 2000
 
 
-def test_a_shorter_growth_interval_than_the_run_so_far_still_grows():
+def test_a_shorter_growth_interval_than_the_run_so_far_still_grows() -> None:
     """torch compares for equality and would never grow again."""
     param, optimizer = problem()
     scaler = scaler_of()
@@ -123,7 +128,7 @@ def test_a_shorter_growth_interval_than_the_run_so_far_still_grows():
     [0.0, -1.0, math.inf, math.nan, 1e-40, True, "1", None.__class__, torch.ones(2)]
     + [torch.tensor(math.nan), torch.tensor(3), torch.ones(1, requires_grad=True)],
 )
-def test_update_refuses_what_is_no_scale(value):
+def test_update_refuses_what_is_no_scale(value: Any) -> None:
     """new_scale must be a finite number inside the bounds; the scale stays as it was."""
     scaler = scaler_of()
     scaler.scale(torch.ones(()))
@@ -133,7 +138,7 @@ def test_update_refuses_what_is_no_scale(value):
 
 
 @pytest.mark.parametrize("value", [3, 2.5, torch.tensor(8.0), torch.tensor([16.0])])
-def test_update_takes_numbers_and_tensors(value):
+def test_update_takes_numbers_and_tensors(value: float | torch.Tensor) -> None:
     """An int is a number too, which torch's own update does not know."""
     scaler = scaler_of()
     scaler.scale(torch.ones(()))
@@ -141,7 +146,7 @@ def test_update_takes_numbers_and_tensors(value):
     assert scaler.get_scale() == float(value)
 
 
-def test_scale_takes_nested_outputs_and_refuses_the_rest():
+def test_scale_takes_nested_outputs_and_refuses_the_rest() -> None:
     """Lists, tuples, named tuples and iterators of tensors are scaled; a string is refused."""
     from collections import namedtuple
 
@@ -161,7 +166,7 @@ def test_scale_takes_nested_outputs_and_refuses_the_rest():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_missing_call_is_named(fused):
+def test_a_missing_call_is_named(fused: bool) -> None:
     """Before scale() every method says so; update() without a step says so."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -181,7 +186,7 @@ def test_a_missing_call_is_named(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_repeated_call_is_named(fused):
+def test_a_repeated_call_is_named(fused: bool) -> None:
     """Unscaling twice, after the step, and stepping twice are errors that say what to do."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -197,13 +202,13 @@ def test_a_repeated_call_is_named(fused):
     iterate(scaler, param, optimizer)
 
 
-def test_something_that_is_no_optimizer_is_refused():
+def test_something_that_is_no_optimizer_is_refused() -> None:
     """unscale_, step and step_all ask for an optimizer."""
     scaler = scaler_of()
     scaler.scale(torch.ones(()))
     for call in (scaler.step, scaler.unscale_, lambda o: scaler.step_all([o])):
         with pytest.raises(ArgumentTypeError, match="optimizer must be"):
-            call(torch.ones(1))
+            call(torch.ones(1))  # type: ignore[arg-type]
     _, optimizer = problem()
     for wrong in ([], [optimizer, optimizer]):
         with pytest.raises(ArgumentError, match="one or more different"):
@@ -211,11 +216,11 @@ def test_something_that_is_no_optimizer_is_refused():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_exception_in_the_step_leaves_no_attribute_behind(fused):
+def test_an_exception_in_the_step_leaves_no_attribute_behind(fused: bool) -> None:
     """A fused optimizer that raises keeps neither grad_scale nor found_inf."""
     param, optimizer = problem(fused)
 
-    def fail(*args, **kwargs):
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyError("in the step")
 
     optimizer.register_step_pre_hook(fail)
@@ -231,7 +236,7 @@ def test_an_exception_in_the_step_leaves_no_attribute_behind(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_endless_overflow_cannot_reach_the_weights(fused, memory):
+def test_endless_overflow_cannot_reach_the_weights(fused: bool, memory: str) -> None:
     """Torch's scale falls to 0 and the next clean batch writes NaN; this one stops at the floor."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -254,7 +259,9 @@ def test_endless_overflow_cannot_reach_the_weights(fused, memory):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("gradient", [1e10, 3e38, -3e38, math.inf])
 @pytest.mark.parametrize("explicit", ["step", "unscale", "clip"])
-def test_unscaling_cannot_overflow_unseen(fused, gradient, explicit, memory):
+def test_unscaling_cannot_overflow_unseen(
+    fused: bool, gradient: float, explicit: str, memory: str
+) -> None:
     """A finite gradient whose unscaled value is not finite skips the step."""
     param, optimizer = problem(fused, lr=0.0, kind=torch.optim.SGD, momentum=0.5)
     scaler = scaler_of(init_scale=2.0**-100)
@@ -274,12 +281,13 @@ def test_unscaling_cannot_overflow_unseen(fused, gradient, explicit, memory):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("poison", [0.0, math.inf, math.nan, 1e-45])
-def test_a_scale_that_others_wrote_cannot_corrupt(fused, poison, memory):
+def test_a_scale_that_others_wrote_cannot_corrupt(fused: bool, poison: float, memory: str) -> None:
     """A scale of 0, inf or NaN, written from outside, skips instead of dividing by it."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
     iterate(scaler, param, optimizer)
     before = param.detach().clone()
+    assert scaler._scale is not None
     scaler._scale.fill_(poison)
     param.grad = torch.ones(3)
     scaler.step(optimizer)
@@ -288,7 +296,7 @@ def test_a_scale_that_others_wrote_cannot_corrupt(fused, poison, memory):
         assert torch.equal(param, before)
 
 
-def test_max_scale_stops_growth():
+def test_max_scale_stops_growth() -> None:
     """Growth ends at max_scale, exactly."""
     param, optimizer = problem()
     scaler = scaler_of(init_scale=4.0, max_scale=10.0, growth_interval=1)
@@ -300,7 +308,7 @@ def test_max_scale_stops_growth():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_growth_stops_inside_float32(fused, memory):
+def test_growth_stops_inside_float32(fused: bool, memory: str) -> None:
     """By default the scale grows as torch's does and never to inf."""
     param, optimizer = problem(fused)
     scaler = scaler_of(init_scale=2.0**125, growth_interval=1)
@@ -312,7 +320,7 @@ def test_growth_stops_inside_float32(fused, memory):
     assert scaler.get_scale() == 2.0**127
 
 
-def test_min_scale_is_a_floor():
+def test_min_scale_is_a_floor() -> None:
     """Backing off ends at min_scale, exactly; the overflow after that is the collapse."""
     param, optimizer = problem()
     scaler = scaler_of(init_scale=8.0, min_scale=3.0)
@@ -326,7 +334,7 @@ def test_min_scale_is_a_floor():
     assert scaler.outcome(optimizer).stepped
 
 
-def test_growth_away_from_the_floor_is_not_a_collapse():
+def test_growth_away_from_the_floor_is_not_a_collapse() -> None:
     """An overflow with the scale above its floor never counts as one at the floor."""
     param, optimizer = problem()
     scaler = scaler_of(init_scale=4.0, min_scale=4.0, growth_interval=1)
@@ -335,7 +343,7 @@ def test_growth_away_from_the_floor_is_not_a_collapse():
     assert scaler.get_scale() == 4.0
 
 
-def test_hysteresis_tolerates_overflows():
+def test_hysteresis_tolerates_overflows() -> None:
     """With hysteresis=2 the first overflow leaves the scale alone, the next ones back off."""
     param, optimizer = problem()
     scaler = scaler_of(init_scale=64.0, hysteresis=2, growth_interval=2)
@@ -346,17 +354,19 @@ def test_hysteresis_tolerates_overflows():
     assert scales == [64.0, 32.0, 16.0, 16.0, 32.0, 32.0, 16.0]
 
 
-def test_max_consecutive_skips_names_the_parameters():
+def test_max_consecutive_skips_names_the_parameters() -> None:
     """More overflows in a row than allowed raise, with qualified names of what was not finite."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    last = torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = scaler_of(max_consecutive_skips=1, model=model)
 
-    def run(bad):
+    def run(bad: bool) -> None:
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         if bad:
-            model[1].bias.grad.fill_(math.nan)
+            assert last.bias.grad is not None
+            last.bias.grad.fill_(math.nan)
         scaler.step(optimizer)
         scaler.update()
 
@@ -369,7 +379,7 @@ def test_max_consecutive_skips_names_the_parameters():
     assert scaler.consecutive_skips == 0
 
 
-def test_a_higher_limit_waits_at_the_floor_too():
+def test_a_higher_limit_waits_at_the_floor_too() -> None:
     """max_consecutive_skips replaces the rule of the floor."""
     param, optimizer = problem()
     scaler = scaler_of(init_scale=1.0, min_scale=1.0, max_consecutive_skips=4)
@@ -379,7 +389,7 @@ def test_a_higher_limit_waits_at_the_floor_too():
         iterate(scaler, param, optimizer, math.inf)
 
 
-def test_without_a_model_the_place_in_the_optimizer_is_named():
+def test_without_a_model_the_place_in_the_optimizer_is_named() -> None:
     """Group, position and shape stand in for a name."""
     param, optimizer = problem()
     scaler = scaler_of(max_consecutive_skips=0)
@@ -387,7 +397,7 @@ def test_without_a_model_the_place_in_the_optimizer_is_named():
         iterate(scaler, param, optimizer, math.inf)
 
 
-def test_a_fused_collapse_appears_when_the_host_reads(memory):
+def test_a_fused_collapse_appears_when_the_host_reads(memory: str) -> None:
     """Fused, the collapse is raised by the update after a read, and after 64 iterations at most."""
     param, optimizer = problem(True)
     scaler = scaler_of(init_scale=1.0, min_scale=1.0)
@@ -408,7 +418,7 @@ def test_a_fused_collapse_appears_when_the_host_reads(memory):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_outcome_is_told(fused, memory):
+def test_the_outcome_is_told(fused: bool, memory: str) -> None:
     """stepped, skipped, nothing to do; and it can be read after update() as well."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -427,7 +437,7 @@ def test_the_outcome_is_told(fused, memory):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_no_gradients_at_all_change_nothing(fused):
+def test_no_gradients_at_all_change_nothing(fused: bool) -> None:
     """Where torch fails with "No inf checks were recorded", there is nothing to do."""
     _, optimizer = problem(fused)
     scaler = scaler_of(growth_interval=1)
@@ -442,9 +452,9 @@ def test_no_gradients_at_all_change_nothing(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_on_skip_is_called_with_the_iteration(fused):
+def test_on_skip_is_called_with_the_iteration(fused: bool) -> None:
     """The hook learns which iterations were skipped, at the latest when somebody reads."""
-    seen = []
+    seen: list[int] = []
     param, optimizer = problem(fused)
     scaler = scaler_of(on_skip=seen.append)
     for gradient in (1.0, math.inf, 1.0, math.nan):
@@ -453,7 +463,7 @@ def test_on_skip_is_called_with_the_iteration(fused):
     assert seen == [1, 3]
 
 
-def test_a_disabled_scaler_answers_the_same_calls():
+def test_a_disabled_scaler_answers_the_same_calls() -> None:
     """Everything works without scaling: the bf16 loop needs no branch."""
     param, optimizer = problem()
     scaler = amphal.GradScaler("cpu", enabled=False)
@@ -463,6 +473,7 @@ def test_a_disabled_scaler_answers_the_same_calls():
     loss.backward()
     scaler.unscale_(optimizer)
     assert scaler.clip_grad_norm_(optimizer, 1.0) == pytest.approx(3.0**0.5)
+    assert param.grad is not None
     torch.testing.assert_close(param.grad.norm(), torch.tensor(1.0))
     scaler.step(optimizer)
     assert scaler.scheduler_step(scheduler)
@@ -475,7 +486,7 @@ def test_a_disabled_scaler_answers_the_same_calls():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scheduler_advances_only_with_the_optimizer(fused):
+def test_a_scheduler_advances_only_with_the_optimizer(fused: bool) -> None:
     """The learning rates are torch's own for the steps that happened, with no false warning."""
     param, optimizer = problem(fused)
     reference = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1)
@@ -498,7 +509,7 @@ def test_a_scheduler_advances_only_with_the_optimizer(fused):
             assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
 
 
-def test_scheduler_step_passes_arguments_and_refuses_the_rest():
+def test_scheduler_step_passes_arguments_and_refuses_the_rest() -> None:
     """ReduceLROnPlateau gets its metric; something that is no scheduler is an error."""
     param, optimizer = problem()
     scaler = scaler_of()
@@ -515,7 +526,7 @@ def test_scheduler_step_passes_arguments_and_refuses_the_rest():
 
 
 @pytest.mark.parametrize("fused", [(False, False), (True, True), (False, True)])
-def test_step_all_decides_once_for_all(fused, memory):
+def test_step_all_decides_once_for_all(fused: tuple[bool, bool], memory: str) -> None:
     """An inf in one optimizer's gradients skips every one, and the scale backs off once."""
     pairs = [problem(f) for f in fused]
     optimizers = [optimizer for _, optimizer in pairs]
@@ -535,13 +546,15 @@ def test_step_all_decides_once_for_all(fused, memory):
 @pytest.mark.parametrize(("fused", "expected"), [(True, 0), (False, 1)])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("clip", [False, True])
-def test_host_syncs_of_a_step(fused, expected, count, clip, transfers, memory):
+def test_host_syncs_of_a_step(
+    fused: bool, expected: int, count: int, clip: bool, transfers: list[int], memory: str
+) -> None:
     """Fused none, unfused one for all optimizers together; clipping adds none."""
     pairs = [problem(fused) for _ in range(count)]
     optimizers = [optimizer for _, optimizer in pairs]
     scaler = scaler_of()
 
-    def run():
+    def run() -> None:
         for param, optimizer in pairs:
             param.grad = torch.ones(3)
             if clip:
@@ -561,7 +574,7 @@ def test_host_syncs_of_a_step(fused, expected, count, clip, transfers, memory):
     assert transfers == []
 
 
-def test_host_transfers_of_a_long_fused_run(transfers, memory):
+def test_host_transfers_of_a_long_fused_run(transfers: list[int], memory: str) -> None:
     """A fused run is read once in 64 iterations, so that a collapse cannot go unseen."""
     param, optimizer = problem(True)
     scaler = scaler_of()
@@ -570,7 +583,7 @@ def test_host_transfers_of_a_long_fused_run(transfers, memory):
     assert len(transfers) == 2
 
 
-def test_fused_sgd_may_skip_its_first_step():
+def test_fused_sgd_may_skip_its_first_step() -> None:
     """torch's fused SGD keeps uninitialized momentum then; here the next steps are right."""
     results = []
     for fused in (False, True):
@@ -582,7 +595,7 @@ def test_fused_sgd_may_skip_its_first_step():
     torch.testing.assert_close(*results)
 
 
-def test_a_step_inside_a_region_drops_the_cast_weights():
+def test_a_step_inside_a_region_drops_the_cast_weights() -> None:
     """Autocast keeps casts of weights until its region ends; after a step they are old."""
     layer = torch.nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -599,13 +612,13 @@ def test_a_step_inside_a_region_drops_the_cast_weights():
         optimizer.zero_grad()
 
 
-def test_optimizers_of_the_older_contract_get_the_scaler():
+def test_optimizers_of_the_older_contract_get_the_scaler() -> None:
     """A step that takes grad_scaler= is handed the scaler, with torch's FutureWarning."""
 
     class Own(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
-        def step(self, closure=None, *, grad_scaler=None):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
             grad_scaler.unscale_(self)
             if not any(bool(f) for f in grad_scaler._found_inf_per_device(self).values()):
                 super().step(closure)
@@ -623,7 +636,7 @@ def test_optimizers_of_the_older_contract_get_the_scaler():
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_a_grad_scale_that_the_user_set_is_kept(explicit):
+def test_a_grad_scale_that_the_user_set_is_kept(explicit: bool) -> None:
     """It multiplies the divisor of a fused optimizer, as in torch."""
     results = []
     for make in (lambda: scaler_of(), lambda: torch.amp.GradScaler("cpu")):
@@ -638,10 +651,10 @@ def test_a_grad_scale_that_the_user_set_is_kept(explicit):
     assert torch.equal(*results)
 
 
-def test_a_hook_that_raises_finds_the_iteration_ended():
+def test_a_hook_that_raises_finds_the_iteration_ended() -> None:
     """The scale has moved, the step may be taken anew, and nothing is counted twice."""
 
-    def hook(iteration):
+    def hook(iteration: int) -> None:
         raise RuntimeError("hook")
 
     param, optimizer = problem()
@@ -654,9 +667,9 @@ def test_a_hook_that_raises_finds_the_iteration_ended():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_setting_the_scale_does_not_hide_an_overflow(fused):
+def test_setting_the_scale_does_not_hide_an_overflow(fused: bool) -> None:
     """update(new_scale) counts the iteration, tells on_skip and heeds the limit."""
-    told = []
+    told: list[int] = []
     param, optimizer = problem(fused)
     scaler = scaler_of(on_skip=told.append, max_consecutive_skips=2)
     for _ in range(2):
@@ -675,7 +688,7 @@ def test_setting_the_scale_does_not_hide_an_overflow(fused):
         scaler.update()
 
 
-def test_a_flag_of_two_is_an_overflow_away_from_the_floor():
+def test_a_flag_of_two_is_an_overflow_away_from_the_floor() -> None:
     """Flags that a hook has summed up are flags all the same."""
     param, optimizer = problem()
     scaler = scaler_of()
@@ -690,7 +703,7 @@ def test_a_flag_of_two_is_an_overflow_away_from_the_floor():
 
 
 @pytest.mark.parametrize("call", ["step", "step_all", "unscale_"])
-def test_refused_float16_parameters_leave_nothing_behind(call):
+def test_refused_float16_parameters_leave_nothing_behind(call: str) -> None:
     """The scaler can be pickled after the error, and no other gradient was unscaled."""
     param, optimizer = problem()
     half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -700,11 +713,12 @@ def test_refused_float16_parameters_leave_nothing_behind(call):
     what = [optimizer, refused] if call == "step_all" else refused
     with pytest.raises(ArgumentError, match="float16"):
         getattr(scaler, call)(what)
+    assert param.grad is not None
     assert torch.equal(param.grad, torch.full((3,), 2.0))
     pickle.dumps(scaler)
 
 
-def test_numbers_beyond_a_float_are_refused():
+def test_numbers_beyond_a_float_are_refused() -> None:
     """An int of 400 digits is an error of this package everywhere."""
     huge = 10**400
     param, optimizer = problem()
@@ -722,24 +736,25 @@ def test_numbers_beyond_a_float_are_refused():
             call()
 
 
-def test_an_optimizer_need_not_be_hashable():
+def test_an_optimizer_need_not_be_hashable() -> None:
     """Outcomes are kept by identity."""
 
     class Wrapper:
-        __hash__ = None
+        __hash__: Any = None
 
-        def __init__(self, inner):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.param_groups, self.step = inner.param_groups, inner.step
 
     param, optimizer = problem()
-    wrapper, scaler = Wrapper(optimizer), scaler_of()
+    wrapper: Any = Wrapper(optimizer)
+    scaler = scaler_of()
     iterate(scaler, param, wrapper)
     assert scaler.outcome(wrapper).stepped
 
 
-def test_loading_a_state_tells_what_was_not_read_yet():
+def test_loading_a_state_tells_what_was_not_read_yet() -> None:
     """on_skip hears of a fused optimizer's skips before the counters are replaced."""
-    told = []
+    told: list[int] = []
     param, optimizer = problem(fused=True)
     scaler = scaler_of(on_skip=told.append)
     iterate(scaler, param, optimizer, math.inf)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +18,29 @@ from amphal.errors import ArgumentTypeError, NonFiniteGradientError, ScalerState
 SHAPES = [(3,), (4, 5), (1,), (0,), (2, 3, 2)]
 
 
-def gradients(magnitude, dtype=torch.float32, seed=0):
+def gradients(
+    magnitude: float, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(s, generator=generator) * magnitude).to(dtype) for s in SHAPES]
 
 
-def model(kind, fused, dtype=torch.float32):
+def model(
+    kind: Callable[..., torch.optim.Optimizer], fused: bool, dtype: torch.dtype = torch.float32
+) -> Any:
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
     return params, kind(groups, lr=0.1, fused=fused)
 
 
-def three_calls(scaler, params, optimizer, max_norm, norm_type):
+def three_calls(
+    scaler: torch.amp.GradScaler,
+    params: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
     scaler.unscale_(optimizer)
     filled = [param for param in params if param.numel()]  # torch has no inf-norm of an empty one
     norm = torch.nn.utils.clip_grad_norm_(filled, max_norm, norm_type)
@@ -43,12 +55,19 @@ def three_calls(scaler, params, optimizer, max_norm, norm_type):
 @pytest.mark.parametrize(
     ("max_norm", "norm_type"), [(1.0, 2.0), (0.1, math.inf), (3.0, 1.0), (2.0, 3.0)]
 )
-def test_it_equals_torchs_three_calls(kind, fused, dtype, max_norm, norm_type, memory):
+def test_it_equals_torchs_three_calls(
+    kind: type[torch.optim.Optimizer],
+    fused: bool,
+    dtype: torch.dtype,
+    max_norm: float,
+    norm_type: float,
+    memory: str,
+) -> None:
     """The norm, .grad after the step and the parameters are those of unscale, clip and step."""
     ours, theirs = scaler_of(), torch.amp.GradScaler("cpu")
     params, optimizer = model(kind, fused, dtype)
     twins, reference = model(kind, fused, dtype)
-    tolerance = (
+    tolerance: dict[str, Any] = (
         {"rtol": 2e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     )
     for scaler in (ours, theirs):
@@ -72,11 +91,13 @@ def test_it_equals_torchs_three_calls(kind, fused, dtype, max_norm, norm_type, m
 class Passes(TorchDispatchMode):
     """Counts ops that read or write whole gradients."""
 
-    def __init__(self, numel):
+    def __init__(self, numel: int) -> None:
         super().__init__()
         self.numel, self.reads, self.writes = numel, 0, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[Any, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
         big = args and isinstance(args[0], list) and any(t.numel() >= self.numel for t in args[0])
         if big:
             writes = func._schema.arguments[0].alias_info
@@ -86,7 +107,7 @@ class Passes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("fused", "writes"), [(True, 0), (False, 1)])
-def test_the_gradients_are_read_once(fused, writes):
+def test_the_gradients_are_read_once(fused: bool, writes: int) -> None:
     """Clipping reads them once; fused it writes nothing, unfused it writes once."""
     params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
     optimizer = torch.optim.AdamW(params, fused=fused)
@@ -98,12 +119,13 @@ def test_the_gradients_are_read_once(fused, writes):
         scaler.clip_grad_norm_(optimizer, 1.0)
     assert (passes.reads - passes.writes, passes.writes) == (1, writes)
     if fused:
+        assert params[0].grad is not None
         assert torch.equal(params[0].grad, torch.ones(1000))
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_overflow_skips_and_tells_the_norm(fused, bad, memory):
+def test_an_overflow_skips_and_tells_the_norm(fused: bool, bad: float, memory: str) -> None:
     """The norm is not finite, the step is skipped, the scale backs off."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -118,7 +140,7 @@ def test_an_overflow_skips_and_tells_the_norm(fused, bad, memory):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_norm_may_overflow_where_no_gradient_does(fused):
+def test_a_norm_may_overflow_where_no_gradient_does(fused: bool) -> None:
     """The exact check follows, and the step is torch's."""
     ours, theirs = scaler_of(), torch.amp.GradScaler("cpu")
     results = []
@@ -138,7 +160,7 @@ def test_a_norm_may_overflow_where_no_gradient_does(fused):
     assert ours.get_scale() == theirs.get_scale()
 
 
-def test_on_a_device_the_exact_check_waits_for_the_step(monkeypatch):
+def test_on_a_device_the_exact_check_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unfused, where the host cannot see the flag: same step as torch, also with step_all."""
     monkeypatch.setattr(amphal._scaler.gradients, "host_value", lambda scalar: None)
     scaler = scaler_of()
@@ -154,7 +176,9 @@ def test_on_a_device_the_exact_check_waits_for_the_step(monkeypatch):
     assert scaler.get_scale() == 65536.0
 
 
-def test_fused_on_a_device_such_a_norm_counts_as_an_overflow(monkeypatch):
+def test_fused_on_a_device_such_a_norm_counts_as_an_overflow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Documented: a scaled norm beyond 2**64 skips, and the scale backs off until it fits."""
     monkeypatch.setattr(amphal._scaler.gradients, "host_value", lambda scalar: None)
     scaler = scaler_of()
@@ -170,7 +194,7 @@ def test_fused_on_a_device_such_a_norm_counts_as_an_overflow(monkeypatch):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_very_small_scale_still_gives_the_right_norm(fused, memory):
+def test_a_very_small_scale_still_gives_the_right_norm(fused: bool, memory: str) -> None:
     """Where squares of the scaled gradients would vanish, they are unscaled first."""
     param, optimizer = problem(fused, kind=torch.optim.SGD)
     scaler = scaler_of(init_scale=2.0**-110)
@@ -182,7 +206,7 @@ def test_a_very_small_scale_still_gives_the_right_norm(fused, memory):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_after_unscale_it_clips_what_is_there(fused):
+def test_after_unscale_it_clips_what_is_there(fused: bool) -> None:
     """unscale_ then clip_grad_norm_ is fine, and .grad is clipped at once."""
     param, optimizer = problem(fused)
     scaler = scaler_of()
@@ -195,7 +219,7 @@ def test_after_unscale_it_clips_what_is_there(fused):
     assert scaler.outcome(optimizer).stepped
 
 
-def test_fused_it_clips_once():
+def test_fused_it_clips_once() -> None:
     """A second clipping, or an unscale_, after a folded one is an error that says so."""
     param, optimizer = problem(True)
     scaler = scaler_of()
@@ -213,7 +237,7 @@ def test_fused_it_clips_once():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_parameters_without_their_optimizer(fused, unscaled):
+def test_parameters_without_their_optimizer(fused: bool, unscaled: bool) -> None:
     """model.parameters() may be given, before or after unscale_: the step is the same."""
     param, optimizer = problem(fused, kind=torch.optim.SGD)
     scaler = scaler_of()
@@ -227,7 +251,7 @@ def test_parameters_without_their_optimizer(fused, unscaled):
     torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 0.1 / 3**0.5))
 
 
-def test_parameters_half_unscaled_are_refused():
+def test_parameters_half_unscaled_are_refused() -> None:
     """Some unscaled and some not have no common norm."""
     (a, first), (b, _) = problem(), problem()
     scaler = scaler_of()
@@ -240,7 +264,9 @@ def test_parameters_half_unscaled_are_refused():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_error_if_nonfinite_names_the_parameters_and_changes_nothing(fused, enabled):
+def test_error_if_nonfinite_names_the_parameters_and_changes_nothing(
+    fused: bool, enabled: bool
+) -> None:
     """The error is torch's kind; the gradients are as they were and the step can be skipped."""
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
@@ -256,7 +282,7 @@ def test_error_if_nonfinite_names_the_parameters_and_changes_nothing(fused, enab
         assert scaler.outcome(optimizer).skipped
 
 
-def test_a_sparse_gradient_is_clipped_by_its_true_norm():
+def test_a_sparse_gradient_is_clipped_by_its_true_norm() -> None:
     """Duplicate indices are summed before the norm is taken."""
     for disabled in (False, True):
         table = torch.nn.Embedding(4, 2, sparse=True)
@@ -270,7 +296,7 @@ def test_a_sparse_gradient_is_clipped_by_its_true_norm():
         torch.testing.assert_close((before - table.weight).norm(), torch.tensor(1.0))
 
 
-def test_a_complex_gradient_is_clipped():
+def test_a_complex_gradient_is_clipped() -> None:
     """The norm is that of the magnitudes."""
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -294,7 +320,7 @@ def test_a_complex_gradient_is_clipped():
         ((1.0, 2.0, 1), "error_if_nonfinite must be"),
     ],
 )
-def test_bad_arguments(args, words):
+def test_bad_arguments(args: Any, words: str) -> None:
     """Each argument has a rule, and the message says it."""
     _, optimizer = problem()
     scaler = scaler_of()
@@ -304,7 +330,7 @@ def test_bad_arguments(args, words):
 
 
 @pytest.mark.parametrize("what", [torch.nn.Linear(1, 1), None, 3, [1]])
-def test_bad_targets(what):
+def test_bad_targets(what: Any) -> None:
     """A model, or anything that holds no parameters, is refused."""
     scaler = scaler_of()
     scaler.scale(torch.ones(()))
@@ -314,7 +340,9 @@ def test_bad_targets(what):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("other", [None, torch.bfloat16, torch.float64])
-def test_the_norm_of_large_gradients_is_exact_enough(fused, other):
+def test_the_norm_of_large_gradients_is_exact_enough(
+    fused: bool, other: torch.dtype | None
+) -> None:
     """To 1e-5 of the norm in double; they are summed by another kernel than small ones."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1 << 16,), (300, 200), (7,)]
@@ -326,7 +354,7 @@ def test_the_norm_of_large_gradients_is_exact_enough(fused, other):
     scaler.scale(torch.ones(()))
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-    double = [p.grad.double() / 65536 for p in params]
+    double = [p.grad.double() / 65536 for p in params if p.grad is not None]
     expected = torch.nn.utils.get_total_norm(double)
     norm = scaler.clip_grad_norm_(optimizer, 1e-3)
     torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
@@ -335,7 +363,7 @@ def test_the_norm_of_large_gradients_is_exact_enough(fused, other):
     torch.testing.assert_close(step.norm(), torch.tensor(1e-3).double(), rtol=1e-3, atol=0)
 
 
-def test_frozen_parameters_have_no_say_in_whether_gradients_are_unscaled():
+def test_frozen_parameters_have_no_say_in_whether_gradients_are_unscaled() -> None:
     """clip_grad_norm_(model.parameters()) after unscale_, with a frozen layer and an unused one."""
     net = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     net[0].requires_grad_(False)
@@ -343,12 +371,16 @@ def test_frozen_parameters_have_no_say_in_whether_gradients_are_unscaled():
     scaler = scaler_of()
     scaler.scale(net[1](net[0](torch.ones(1, 2))).sum()).backward()
     scaler.unscale_(optimizer)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in net[1].parameters()])
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad for p in net[1].parameters() if p.grad is not None]
+    )
     assert torch.equal(scaler.clip_grad_norm_(net.parameters(), 1.0), expected)
 
 
 @pytest.mark.parametrize(("scale", "order", "slope"), [(2.0**100, 2.0, 1.0), (2.0**16, 4.0, 1e6)])
-def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(scale, order, slope):
+def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(
+    scale: float, order: float, slope: float
+) -> None:
     """Finite gradients make a real step, also where the scaled norm does not fit into float32."""
     results = []
     for kind in (amphal.GradScaler, torch.amp.GradScaler):
@@ -356,7 +388,7 @@ def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(scale
         optimizer = torch.optim.SGD([param], lr=0.1)
         scaler = kind("cpu", init_scale=scale, enabled=True)
         scaler.scale((param * slope).sum()).backward()
-        if kind is amphal.GradScaler:
+        if isinstance(scaler, amphal.GradScaler):
             norm = scaler.clip_grad_norm_([param], 1.0, order)
         else:
             scaler.unscale_(optimizer)
@@ -367,7 +399,9 @@ def test_parameters_whose_scaled_norm_overflows_are_clipped_as_torch_clips(scale
         torch.testing.assert_close(ours, theirs)
 
 
-def test_where_the_host_sees_no_overflow_of_parameters_the_step_is_skipped(monkeypatch):
+def test_where_the_host_sees_no_overflow_of_parameters_the_step_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a device, where asking would wait, an overflowing 2-norm skips; no step with 0."""
     monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
     param, optimizer = problem(kind=torch.optim.SGD)
@@ -380,7 +414,9 @@ def test_where_the_host_sees_no_overflow_of_parameters_the_step_is_skipped(monke
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_an_overflow_of_the_scaled_norm_alone_is_no_error(fused, whole, memory):
+def test_an_overflow_of_the_scaled_norm_alone_is_no_error(
+    fused: bool, whole: bool, memory: str
+) -> None:
     """error_if_nonfinite speaks of the unscaled gradients, for an optimizer and for parameters."""
     param, optimizer = problem(fused, kind=torch.optim.SGD)
     scaler = scaler_of(init_scale=2.0**100)
@@ -394,11 +430,12 @@ def test_an_overflow_of_the_scaled_norm_alone_is_no_error(fused, whole, memory):
 
 @pytest.mark.parametrize("order", [1.0, 2.0])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_nonfinite_gradient_error_changes_nothing(order, whole, memory):
+def test_a_nonfinite_gradient_error_changes_nothing(order: float, whole: bool, memory: str) -> None:
     """The gradients are as they were, so unscale_ may still be called."""
     param, optimizer = problem()
     scaler = scaler_of()
     scaler.scale((param * torch.tensor([1.0, math.inf, 2.0])).sum()).backward()
+    assert param.grad is not None
     before = param.grad.clone()
     with pytest.raises(NonFiniteGradientError, match=r"group 0, param 0"):
         scaler.clip_grad_norm_(optimizer if whole else [param], 1.0, order, True)
@@ -406,7 +443,7 @@ def test_a_nonfinite_gradient_error_changes_nothing(order, whole, memory):
     scaler.unscale_(optimizer)
 
 
-def test_a_clipping_too_strong_to_be_folded_is_done_exactly():
+def test_a_clipping_too_strong_to_be_folded_is_done_exactly() -> None:
     """scale / clipping beyond float32 would make a fused step of 0."""
     param, optimizer = problem(fused=True, kind=torch.optim.SGD)
     scaler = scaler_of()
@@ -423,8 +460,8 @@ def test_a_clipping_too_strong_to_be_folded_is_done_exactly():
 )
 @pytest.mark.parametrize("by_params", [False, True])
 def test_an_infinite_bound_writes_nothing_where_the_norm_overflows(
-    fused, enabled, norm_type, magnitude, by_params
-):
+    fused: bool, enabled: bool, norm_type: float, magnitude: float, by_params: bool
+) -> None:
     """Finite gradients whose norm overflows are stepped as they are with ``max_norm=inf``."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=1 / magnitude, fused=fused)
@@ -454,7 +491,9 @@ OVERFLOWING = [  # the norm of four of these: the powers overflow; in the last o
 @pytest.mark.parametrize("call", ["optimizer", "parameters", "unscaled", "disabled"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("norm_type", "magnitude", "right"), OVERFLOWING)
-def test_an_overflow_of_the_powers_alone_is_clipped(norm_type, magnitude, right, fused, call):
+def test_an_overflow_of_the_powers_alone_is_clipped(
+    norm_type: float, magnitude: float, right: float, fused: bool, call: str
+) -> None:
     """Finite gradients of a norm beyond the powers are clipped to ``max_norm``, never zeroed."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
@@ -473,7 +512,7 @@ def test_an_overflow_of_the_powers_alone_is_clipped(norm_type, magnitude, right,
 
 
 @pytest.mark.parametrize("by_params", [False, True])
-def test_scaled_gradients_are_clipped_by_the_norm_without_the_scale(by_params):
+def test_scaled_gradients_are_clipped_by_the_norm_without_the_scale(by_params: bool) -> None:
     """The scaled powers overflow: the norm and the clipping are those of the unscaled gradients."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -487,7 +526,7 @@ def test_scaled_gradients_are_clipped_by_the_norm_without_the_scale(by_params):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_disabled_scaler_clips_where_the_norm_exceeds_the_dtype(dtype):
+def test_a_disabled_scaler_clips_where_the_norm_exceeds_the_dtype(dtype: torch.dtype) -> None:
     """A norm beyond float16, float32 or float64 clips by the right coefficient."""
     param = torch.nn.Parameter(torch.ones(16, dtype=dtype))
     param.grad = torch.full((16,), torch.finfo(dtype).max, dtype=dtype)
@@ -498,7 +537,7 @@ def test_a_disabled_scaler_clips_where_the_norm_exceeds_the_dtype(dtype):
     assert torch.allclose(param.grad, quarter, rtol=2e-3 if dtype is torch.float16 else 1e-6)
 
 
-def test_error_if_nonfinite_takes_a_norm_that_fits():
+def test_error_if_nonfinite_takes_a_norm_that_fits() -> None:
     """``error_if_nonfinite`` raises where the norm is not finite, not where its square is."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -510,7 +549,7 @@ def test_error_if_nonfinite_takes_a_norm_that_fits():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_still_skips(bad):
+def test_a_gradient_that_is_not_finite_still_skips(bad: float) -> None:
     """One inf or NaN among finite gradients of an overflowing norm: skipped, weights kept."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=1.0)
@@ -523,7 +562,9 @@ def test_a_gradient_that_is_not_finite_still_skips(bad):
     assert torch.equal(param, torch.ones(4))
 
 
-def test_a_norm_that_the_host_cannot_see_skips_instead_of_zeroing(monkeypatch):
+def test_a_norm_that_the_host_cannot_see_skips_instead_of_zeroing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On an accelerator an overflow of the norm of unscaled gradients is a skip, with no wait."""
     monkeypatch.setattr(_grads, "host_value", lambda scalar: None)
     param = torch.nn.Parameter(torch.ones(4))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,19 @@ from amphal.errors import ScalerStateError
 class Problem:
     """A small regression whose losses can be made inf at chosen evaluations."""
 
-    def __init__(self, make, scaler):
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        scaler: amphal.GradScaler | None,
+    ) -> None:
         torch.manual_seed(0)
         self.net = torch.nn.Linear(3, 1)
         self.x, self.y = torch.randn(8, 3), torch.randn(8, 1)
         self.optimizer, self.scaler = make(self.net.parameters()), scaler
-        self.evaluations, self.bad = 0, set()
+        self.evaluations = 0
+        self.bad: set[int] = set()
 
-    def closure(self):
+    def closure(self) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(self.net(self.x), self.y)
         self.evaluations += 1
@@ -33,30 +40,30 @@ class Problem:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss
 
-    def parameters(self):
+    def parameters(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone()
 
 
-def lbfgs(params):
+def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def adam(params):
+def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.1)
 
 
-def fused_adam(params):
+def fused_adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.1, fused=True)
 
 
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimization: climbs by the gradient at hand, then steps by the closure's."""
 
-    def __init__(self, params):
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"rho": 0.05, "lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure):
+    def step(self, closure: Any = None) -> Any:
         params = [p for group in self.param_groups for p in group["params"]]
         norm = torch.stack([p.grad.norm() for p in params]).norm()
         for p in params:
@@ -73,7 +80,9 @@ class SAM(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("make", [lbfgs, adam, fused_adam])
 @pytest.mark.parametrize("keyword", [False, True])
-def test_a_closure_gives_the_unscaled_optimizers_result(make, keyword):
+def test_a_closure_gives_the_unscaled_optimizers_result(
+    make: Callable[..., Any], keyword: bool
+) -> None:
     """With scaling by a power of two the parameters equal those without any scaler."""
     scaler = scaler_of()
     ours, plain = Problem(make, scaler), Problem(make, None)
@@ -96,7 +105,9 @@ def test_a_closure_gives_the_unscaled_optimizers_result(make, keyword):
     # Adam evaluates its closure once a step.
     [(lbfgs, 1), (lbfgs, 2), (lbfgs, 3), (adam, 1), (fused_adam, 1)],
 )
-def test_an_evaluation_that_is_not_finite_puts_everything_back(make, bad):
+def test_an_evaluation_that_is_not_finite_puts_everything_back(
+    make: Callable[..., Any], bad: int
+) -> None:
     """Parameters and optimizer state are as before the step, the scale backs off once."""
     scaler = scaler_of()
     ours = Problem(make, scaler)
@@ -118,13 +129,14 @@ def test_an_evaluation_that_is_not_finite_puts_everything_back(make, bad):
 
 
 @pytest.mark.parametrize("bad", [None, "first", "second"])
-def test_two_pass_optimizers(bad):
+def test_two_pass_optimizers(bad: str | None) -> None:
     """SAM climbs by unscaled gradients; an overflow in either pass skips and restores."""
     scaler = scaler_of()
     ours, plain = Problem(SAM, scaler), Problem(SAM, None)
     for problem in (ours, plain):
         problem.closure()
     if bad == "first":
+        assert ours.net.weight.grad is not None
         ours.net.weight.grad.fill_(math.inf)
     elif bad == "second":
         ours.bad = {2}
@@ -147,20 +159,21 @@ def test_two_pass_optimizers(bad):
         assert scaler.outcome(ours.optimizer).stepped
 
 
-def test_stale_gradients_of_a_skipped_step_do_not_skip_the_next():
+def test_stale_gradients_of_a_skipped_step_do_not_skip_the_next() -> None:
     """What is left in .grad from an earlier iteration is not looked at."""
     scaler = scaler_of()
     ours = Problem(lbfgs, scaler)
     ours.bad = {1}
     scaler.step(ours.optimizer, ours.closure)
     scaler.update()
+    assert ours.net.weight.grad is not None
     assert not ours.net.weight.grad.isfinite().all()
     scaler.step(ours.optimizer, ours.closure)
     scaler.update()
     assert scaler.outcome(ours.optimizer).stepped
 
 
-def test_gradients_unscaled_before_a_two_pass_step_are_not_unscaled_again():
+def test_gradients_unscaled_before_a_two_pass_step_are_not_unscaled_again() -> None:
     """unscale_ before the step is allowed, as it is without a closure."""
     scaler = scaler_of()
     ours, plain = Problem(SAM, scaler), Problem(SAM, None)
@@ -172,7 +185,7 @@ def test_gradients_unscaled_before_a_two_pass_step_are_not_unscaled_again():
     torch.testing.assert_close(ours.parameters(), plain.parameters())
 
 
-def test_a_closure_that_does_not_scale_is_an_error():
+def test_a_closure_that_does_not_scale_is_an_error() -> None:
     """Its gradients would be divided by a scale that they never had."""
     scaler = scaler_of()
     ours = Problem(adam, None)
@@ -181,7 +194,7 @@ def test_a_closure_that_does_not_scale_is_an_error():
     assert scaler.get_scale() == 65536.0
 
 
-def test_a_disabled_scaler_passes_the_closure_on():
+def test_a_disabled_scaler_passes_the_closure_on() -> None:
     """The optimizer gets the closure itself, and its result comes back."""
     scaler = amphal.GradScaler("cpu", enabled=False)
     ours, plain = Problem(lbfgs, scaler), Problem(lbfgs, None)
@@ -191,7 +204,7 @@ def test_a_disabled_scaler_passes_the_closure_on():
     assert torch.equal(ours.parameters(), plain.parameters())
 
 
-def test_none_is_no_closure():
+def test_none_is_no_closure() -> None:
     """Frameworks pass closure=None, by position or by name."""
     scaler = scaler_of()
     ours = Problem(adam, scaler)
@@ -202,7 +215,7 @@ def test_none_is_no_closure():
         assert scaler.outcome(ours.optimizer).stepped
 
 
-def test_stepping_twice_with_a_closure_is_an_error():
+def test_stepping_twice_with_a_closure_is_an_error() -> None:
     """The order of calls is the same with a closure."""
     scaler = scaler_of()
     ours = Problem(lbfgs, scaler)
@@ -212,14 +225,14 @@ def test_stepping_twice_with_a_closure_is_an_error():
 
 
 @pytest.mark.parametrize("first_is_bad", [True, False])
-def test_gradients_of_an_earlier_step_are_not_taken_for_new_ones(first_is_bad):
+def test_gradients_of_an_earlier_step_are_not_taken_for_new_ones(first_is_bad: bool) -> None:
     """After an overflow LBFGS steps again, though another optimizer's loss was scaled before."""
     other, param = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     sgd = torch.optim.SGD([other], lr=0.1)
     optimizer = torch.optim.LBFGS([param], max_iter=3)
     scaler, bad, skipped = scaler_of(), [first_is_bad], []
 
-    def closure():
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = (param**2).sum() * (math.inf if bad[0] else 1)
         scaler.scale(loss).backward()
@@ -237,9 +250,9 @@ def test_gradients_of_an_earlier_step_are_not_taken_for_new_ones(first_is_bad):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_region_around_the_step_casts_the_weights_anew(enabled):
+def test_a_region_around_the_step_casts_the_weights_anew(enabled: bool) -> None:
     """Evaluations inside an outer region see the weights as the optimizer has moved them."""
-    losses = {}
+    losses: dict[bool, Any] = {}
     for outer in (True, False):
         torch.manual_seed(0)
         net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
@@ -247,7 +260,14 @@ def test_a_region_around_the_step_casts_the_weights_anew(enabled):
         scaler = amphal.GradScaler("cpu", enabled=enabled)
         seen = losses[outer] = []
 
-        def closure(net=net, x=x, optimizer=optimizer, scaler=scaler, seen=seen, outer=outer):
+        def closure(
+            net: torch.nn.Module = net,
+            x: torch.Tensor = x,
+            optimizer: torch.optim.Optimizer = optimizer,
+            scaler: amphal.GradScaler = scaler,
+            seen: list[float] = seen,
+            outer: bool = outer,
+        ) -> torch.Tensor:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=True, cache_enabled=True):
                 loss = net(x).float().square().mean()
@@ -262,13 +282,13 @@ def test_a_region_around_the_step_casts_the_weights_anew(enabled):
 
 
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
-def test_an_error_inside_a_closure_puts_the_parameters_back(kind):
+def test_an_error_inside_a_closure_puts_the_parameters_back(kind: type[Exception]) -> None:
     """Whatever is raised passes through, with the parameters and the state as they were."""
     param = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.LBFGS([param], lr=0.1, max_iter=4)
     scaler, calls = scaler_of(), [0]
 
-    def closure():
+    def closure() -> torch.Tensor:
         calls[0] += 1
         if calls[0] == 3:
             raise kind
@@ -285,15 +305,15 @@ def test_an_error_inside_a_closure_puts_the_parameters_back(kind):
     assert scaler.outcome(optimizer).stepped
 
 
-def test_named_tuples_in_an_optimizers_state_are_copied():
+def test_named_tuples_in_an_optimizers_state_are_copied() -> None:
     """They take their fields one by one."""
     pair = collections.namedtuple("pair", "a b")
     param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.LBFGS([param])
+    optimizer: Any = torch.optim.LBFGS([param])
     optimizer.state["x"] = pair(1, torch.ones(1))
     scaler = scaler_of()
 
-    def closure():
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = param.sum() * math.nan
         scaler.scale(loss).backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.scaler import scaler_of
@@ -11,18 +13,20 @@ from amphal.errors import ScalerStateError
 FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
-def sgd(*params, fused=False):
+def sgd(*params: Any, fused: bool = False) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0, fused=fused)
 
 
-def ones(count):
+def ones(count: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
 
 
 @FUSED
 @pytest.mark.parametrize("how", ["step", "step_all", "unscale_", "clip", "clip one"])
 @pytest.mark.parametrize("iteration", [0, 1, 2])
-def test_two_optimizers_share_a_parameter(fused, how, iteration, memory):
+def test_two_optimizers_share_a_parameter(
+    fused: bool, how: str, iteration: int, memory: str
+) -> None:
     """Both step with the true gradient 2: the shared weight moves by 4, the others by 2."""
     shared, first, second = ones(3)
     a, b = sgd(shared, first, fused=fused), sgd(shared, second, fused=fused)
@@ -35,6 +39,7 @@ def test_two_optimizers_share_a_parameter(fused, how, iteration, memory):
         if how == "unscale_":
             scaler.unscale_(a)
             scaler.unscale_(b)
+            assert shared.grad is not None
             assert shared.grad.tolist() == [2.0, 2.0]
         elif how.startswith("clip"):
             assert scaler.clip_grad_norm_(a, 1e9).item() == pytest.approx(4.0)
@@ -49,7 +54,7 @@ def test_two_optimizers_share_a_parameter(fused, how, iteration, memory):
 
 
 @FUSED
-def test_a_new_backward_pass_between_the_steps_is_divided(fused):
+def test_a_new_backward_pass_between_the_steps_is_divided(fused: bool) -> None:
     """With the gradient made anew between two steps both are divided."""
     (shared,) = ones(1)
     a, b = sgd(shared, fused=fused), sgd(shared, fused=fused)
@@ -63,7 +68,7 @@ def test_a_new_backward_pass_between_the_steps_is_divided(fused):
 
 
 @FUSED
-def test_an_overflow_skips_both(fused):
+def test_an_overflow_skips_both(fused: bool) -> None:
     """A shared gradient that is not finite skips the steps of both optimizers."""
     shared, other = ones(2)
     a, b = sgd(shared, fused=fused), sgd(shared, other, fused=fused)
@@ -77,13 +82,14 @@ def test_an_overflow_skips_both(fused):
     assert scaler.outcome(b).skipped
 
 
-def test_clipping_by_hand_between_two_unscale():
+def test_clipping_by_hand_between_two_unscale() -> None:
     """A gradient that the user has changed after unscale_ is still unscaled."""
     (shared,) = ones(1)
     a, b = sgd(shared), sgd(shared)
     scaler = scaler_of(init_scale=1024.0)
     scaler.scale((shared * 4).sum()).backward()
     scaler.unscale_(a)
+    assert shared.grad is not None
     shared.grad.mul_(0.5)
     scaler.unscale_(b)
     assert shared.grad.tolist() == [2.0, 2.0]
@@ -91,7 +97,7 @@ def test_clipping_by_hand_between_two_unscale():
 
 @FUSED
 @pytest.mark.parametrize("overflow", [False, True])
-def test_update_between_the_steps(fused, overflow):
+def test_update_between_the_steps(fused: bool, overflow: bool) -> None:
     """The second optimizer's gradients are divided by the scale they carry, not the new one."""
     first, second = ones(2)
     a, b = sgd(first, fused=fused), sgd(second, fused=fused)
@@ -106,7 +112,7 @@ def test_update_between_the_steps(fused, overflow):
 
 
 @FUSED
-def test_accumulation_across_an_update(fused):
+def test_accumulation_across_an_update(fused: bool) -> None:
     """Gradients of an optimizer that waits take the new scale, so that sums are right."""
     often, seldom = ones(2)
     a, b = sgd(often, fused=fused), sgd(seldom, fused=fused)
@@ -120,6 +126,7 @@ def test_accumulation_across_an_update(fused):
         often.grad = None
         scaler.scale((often + seldom * 0.5).sum()).backward()
         scaler.step(a)
+        assert seldom.grad is not None
         if seldom.grad[0] > scaler.get_scale() / 2:
             scaler.step(b)
         scaler.update()
@@ -129,7 +136,7 @@ def test_accumulation_across_an_update(fused):
 @FUSED
 @pytest.mark.parametrize("how", ["update", "load"])
 @pytest.mark.parametrize("known", [False, True])
-def test_the_scale_is_set_between_backward_and_step(fused, how, known):
+def test_the_scale_is_set_between_backward_and_step(fused: bool, how: str, known: bool) -> None:
     """The step is by the true gradient, whatever the scale was set to meanwhile."""
     (param,) = ones(1)
     optimizer, scaler = sgd(param, fused=fused), scaler_of(init_scale=16.0)
@@ -151,7 +158,7 @@ def test_the_scale_is_set_between_backward_and_step(fused, how, known):
 
 
 @FUSED
-def test_the_same_gradient_is_stepped_with_twice(fused):
+def test_the_same_gradient_is_stepped_with_twice(fused: bool) -> None:
     """Steps without a backward pass between them use the same gradient, as without a scaler."""
     param, other = ones(2)
     optimizer, scaler = sgd(param, other, fused=fused), scaler_of(init_scale=16.0)
@@ -165,13 +172,13 @@ def test_the_same_gradient_is_stepped_with_twice(fused):
     assert (param[0].item(), other[0].item()) == (-3.0, -1.0)
 
 
-def test_a_second_optimizer_that_comes_late_is_refused_by_name():
+def test_a_second_optimizer_that_comes_late_is_refused_by_name() -> None:
     """What cannot be known is refused, and the next iteration is right."""
     model = torch.nn.Linear(1, 1, bias=False)
     a, b = sgd(model.weight), sgd(model.weight)
     scaler = scaler_of(init_scale=16.0, model=model)
 
-    def iteration(*optimizers):
+    def iteration(*optimizers: Any) -> None:
         model.weight.grad = None
         scaler.scale((model.weight * 2).sum()).backward()
         for optimizer in optimizers:

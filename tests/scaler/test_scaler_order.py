@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.scaler import problem
@@ -12,7 +14,7 @@ from amphal.errors import ScalerStateError
 ENABLED = pytest.mark.parametrize("enabled", [True, False])
 
 
-def scaled(enabled):
+def scaled(enabled: bool) -> tuple[torch.nn.Parameter, torch.optim.Optimizer, amphal.GradScaler]:
     param, optimizer = problem()
     scaler = amphal.GradScaler("cpu", enabled=enabled)
     scaler.scale(param.sum()).backward()
@@ -30,10 +32,12 @@ def scaled(enabled):
         ("unscale_", "unscale_"),
     ],
 )
-def test_calls_out_of_order_are_refused_whether_it_scales_or_not(enabled, first, second):
+def test_calls_out_of_order_are_refused_whether_it_scales_or_not(
+    enabled: bool, first: str, second: str
+) -> None:
     """The same error, the weights untouched by the refused call, and update() cures it."""
 
-    def call(name):
+    def call(name: str) -> None:
         getattr(scaler, name)([optimizer] if name == "step_all" else optimizer)
 
     param, optimizer, scaler = scaled(enabled)
@@ -50,7 +54,7 @@ def test_calls_out_of_order_are_refused_whether_it_scales_or_not(enabled, first,
 
 
 @ENABLED
-def test_step_all_refuses_before_any_optimizer_is_stepped(enabled):
+def test_step_all_refuses_before_any_optimizer_is_stepped(enabled: bool) -> None:
     """One of the two was stepped already: the other one's weights do not move."""
     _, optimizer, scaler = scaled(enabled)
     other_param, other = problem()
@@ -67,32 +71,32 @@ class Slotted:
 
     __slots__ = ("inner",)
 
-    def __init__(self, inner):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
 
     @property
-    def param_groups(self):
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
-    def step(self):
+    def step(self) -> None:
         return self.inner.step()
 
 
 @ENABLED
-def test_a_wrapper_without_weak_references_is_stepped(enabled):
+def test_a_wrapper_without_weak_references_is_stepped(enabled: bool) -> None:
     """The weights are those of the optimizer alone, and the outcome is there."""
     plain, optimizer = problem()
     plain.sum().backward()
     optimizer.step()
     param, inner, scaler = scaled(enabled)
-    wrapper = Slotted(inner)
+    wrapper: Any = Slotted(inner)
     scaler.step(wrapper)
     scaler.update()
     assert torch.equal(param, plain)
     assert scaler.outcome(wrapper).stepped
 
 
-def test_the_state_of_an_optimizer_is_read_as_torchs():
+def test_the_state_of_an_optimizer_is_read_as_torchs() -> None:
     """Lightning reads ``["stage"]``; a key that is not a field is a KeyError as in a dict."""
     _, optimizer, scaler = scaled(True)
     state = scaler._per_optimizer_states[id(optimizer)]
@@ -108,10 +112,10 @@ def test_the_state_of_an_optimizer_is_read_as_torchs():
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("how", ["one parameter twice", "one gradient tensor"])
-def test_a_gradient_that_an_optimizer_holds_twice_is_divided_once(how, fused):
+def test_a_gradient_that_an_optimizer_holds_twice_is_divided_once(how: str, fused: bool) -> None:
     """The weights equal those of the same step without a scaler, where torch divides twice."""
 
-    def parameters():
+    def parameters() -> list[torch.nn.Parameter]:
         first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
         return [first, first] if how == "one parameter twice" else [first, second]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ SCALES = st.sampled_from([1.0, 65536.0, 3.7, 2.0**-20, 2.0**-120, 2.0**100])
 class Side:
     """One scaler with its own copy of parameters and optimizers."""
 
-    def __init__(self, scaler, kinds):
+    def __init__(self, scaler: torch.amp.GradScaler, kinds: list[int]) -> None:
         self.scaler = scaler
         self.params = [
             [torch.nn.Parameter(torch.linspace(-1, 1, 5)), torch.nn.Parameter(torch.ones(2, 2))]
@@ -40,14 +42,14 @@ class Side:
             for kind, params in zip(kinds, self.params, strict=True)
         ]
 
-    def backward(self, which, gradient):
-        loss = sum((p * gradient).sum() for p in self.params[which])
+    def backward(self, which: int, gradient: float) -> None:
+        loss = torch.stack([(p * gradient).sum() for p in self.params[which]]).sum()
         self.scaler.scale(loss).backward()
 
-    def finite(self):
+    def finite(self) -> bool:
         return all(bool(p.isfinite().all()) for params in self.params for p in params)
 
-    def sees_every_overflow(self):
+    def sees_every_overflow(self) -> bool:
         """False where unscaling itself overflowed and torch's scaler did not notice."""
         for params, optimizer in zip(self.params, self.optimizers, strict=True):
             state = self.scaler._per_optimizer_states.get(id(optimizer))
@@ -70,15 +72,19 @@ class Twins(RuleBasedStateMachine):
         growth=st.sampled_from([2.0, 1.7]),
         backoff=st.sampled_from([0.5, 0.3]),
     )
-    def start(self, kinds, interval, growth, backoff):
-        numbers = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    def start(self, kinds: list[int], interval: int, growth: float, backoff: float) -> None:
+        numbers: dict[str, Any] = {
+            "growth_factor": growth,
+            "backoff_factor": backoff,
+            "growth_interval": interval,
+        }
         self.ours = Side(amphal.GradScaler("cpu", enabled=True, **numbers), kinds)
         self.torchs = Side(torch.amp.GradScaler("cpu", **numbers), kinds)
         self.alive, self.exact = True, True
         for which in range(len(kinds)):
             self.both(lambda side, which=which: side.backward(which, 1.0))
 
-    def both(self, call):
+    def both(self, call: Callable[..., Any]) -> None:
         """Run on both sides: the same kind of error, or the same result."""
         results = []
         for side in (self.torchs, self.ours) if self.alive else (self.ours,):
@@ -99,18 +105,18 @@ class Twins(RuleBasedStateMachine):
             assert not isinstance(mine, Exception), mine
 
     @rule(which=st.integers(0, 2), gradient=GRADIENTS)
-    def backward(self, which, gradient):
+    def backward(self, which: int, gradient: float) -> None:
         optimizer = self.ours.optimizers[which % len(self.ours.optimizers)]
         if self.ours.scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED":
             return  # adding scaled gradients to unscaled ones is wrong with any scaler
         self.both(lambda side: side.backward(which % len(side.params), gradient))
 
     @rule(which=st.integers(0, 2))
-    def unscale(self, which):
+    def unscale(self, which: int) -> None:
         self.both(lambda s: s.scaler.unscale_(s.optimizers[which % len(s.optimizers)]))
 
     @rule(which=st.integers(0, 2), max_norm=st.sampled_from([0.5, 10.0, math.inf]))
-    def clip(self, which, max_norm):
+    def clip(self, which: int, max_norm: float) -> None:
         ours, theirs, expected = self.ours, self.torchs, torch.tensor(0.0)
         which %= len(ours.optimizers)
         if self.alive:
@@ -120,6 +126,7 @@ class Twins(RuleBasedStateMachine):
             theirs.scaler.unscale_(theirs.optimizers[which])
             expected = torch.nn.utils.clip_grad_norm_(theirs.params[which], max_norm)
         try:
+            assert isinstance(ours.scaler, amphal.GradScaler)
             norm = ours.scaler.clip_grad_norm_(ours.optimizers[which], max_norm)
         except ScalerStateError:
             assert not self.alive
@@ -129,15 +136,15 @@ class Twins(RuleBasedStateMachine):
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
 
     @rule(which=st.integers(0, 2))
-    def step(self, which):
+    def step(self, which: int) -> None:
         self.both(lambda s: s.scaler.step(s.optimizers[which % len(s.optimizers)]))
 
     @rule()
-    def update(self):
+    def update(self) -> None:
         self.both(lambda side: side.scaler.update())
         self.new_gradients()
 
-    def new_gradients(self):
+    def new_gradients(self) -> None:
         for side in (self.ours, self.torchs):
             for which, optimizer in enumerate(side.optimizers):
                 optimizer.zero_grad()
@@ -145,12 +152,12 @@ class Twins(RuleBasedStateMachine):
                     side.backward(which, 0.5)
 
     @rule(scale=SCALES)
-    def set_scale(self, scale):
+    def set_scale(self, scale: float) -> None:
         self.both(lambda side: side.scaler.update(scale))
         self.new_gradients()
 
     @rule(gradient=GRADIENTS)
-    def iteration(self, gradient):
+    def iteration(self, gradient: float) -> None:
         """A whole iteration, so that sequences get far."""
         self.update()
         for which in range(len(self.ours.params)):
@@ -159,7 +166,7 @@ class Twins(RuleBasedStateMachine):
         self.update()
 
     @invariant()
-    def never_writes_what_is_not_finite(self):
+    def never_writes_what_is_not_finite(self) -> None:
         if not hasattr(self, "ours"):
             return
         assert self.ours.finite()
@@ -181,16 +188,16 @@ class Twins(RuleBasedStateMachine):
 class TwinsOnADevice(Twins):
     """As if the scale lay on an accelerator, whose memory the host cannot see."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._host_value = _grads.host_value
         _grads.host_value = lambda scalar: None
 
-    def teardown(self):
+    def teardown(self) -> None:
         _grads.host_value = self._host_value
 
     @rule(scale=SCALES)
-    def set_scale(self, scale):
+    def set_scale(self, scale: float) -> None:
         # A scaled norm beyond 2**64 counts as an overflow there: documented, tested on its own.
         if scale < 2.0**40:
             super().set_scale(scale)
@@ -207,7 +214,7 @@ BUDGET = settings(
 
 
 @pytest.mark.parametrize("machine", [Twins, TwinsOnADevice])
-def test_the_same_calls_give_the_same_numbers_and_errors_as_torch(machine):
+def test_the_same_calls_give_the_same_numbers_and_errors_as_torch(machine: type[Any]) -> None:
     """Scale, growth, parameters and errors equal torch's; no parameter is ever not finite."""
     from hypothesis.stateful import run_state_machine_as_test
 

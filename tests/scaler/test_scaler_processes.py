@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import amphal
 from amphal.errors import ScalerStateError
 
 
-def _run(rank, world, path, body, queue):
+def _run(rank: Any, world: Any, path: Any, body: Any, queue: Any) -> None:
     try:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
@@ -26,7 +29,7 @@ def _run(rank, world, path, body, queue):
         queue.put((rank, None, traceback.format_exc()))
 
 
-def ranks(body, tmp_path, world=2):
+def ranks(body: Callable[..., Any], tmp_path: Path, world: int = 2) -> Any:
     """What ``body(rank)`` returns in each of ``world`` processes."""
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
@@ -47,21 +50,21 @@ def ranks(body, tmp_path, world=2):
 class Collectives:
     """Counts the collectives of this process."""
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.count, self._real = 0, dist.all_reduce
 
-        def counted(*args, **kwargs):
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return self._real(*args, **kwargs)
 
         dist.all_reduce = counted
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: Any) -> None:
         dist.all_reduce = self._real
 
 
-def two_hundred_steps(rank):
+def two_hundred_steps(rank: Any) -> Any:
     """Random infs of each rank's own; one optimizer fused, one not, one with no gradients here."""
     torch.manual_seed(0)
     shared = [torch.nn.Parameter(torch.randn(4)) for _ in range(2)]
@@ -82,6 +85,7 @@ def two_hundred_steps(rank):
                 param.grad = None
                 scaler.scale(param.square().sum()).backward()
                 if torch.rand((), generator=draw) < 0.15:
+                    assert param.grad is not None
                     param.grad[0] = float("inf") if step % 2 else float("nan")
             if step % 2:
                 scaler.step_all(optimizers)
@@ -95,7 +99,7 @@ def two_hundred_steps(rank):
     return flat, scaler.get_scale(), scaler.skipped, outcomes, collectives.count
 
 
-def test_parameters_are_equal_after_two_hundred_steps(tmp_path):
+def test_parameters_are_equal_after_two_hundred_steps(tmp_path: Path) -> None:
     """An inf on either rank skips on both, scales stay equal, one collective a step."""
     first, second = ranks(two_hundred_steps, tmp_path)
     assert first == second
@@ -107,7 +111,7 @@ def test_parameters_are_equal_after_two_hundred_steps(tmp_path):
     assert collectives == 100 * 1 + 100 * 3  # step_all once, three steps three times
 
 
-def alone(rank):
+def alone(rank: Any) -> Any:
     """Without a group each rank decides for itself and nothing is sent."""
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.1)
@@ -119,12 +123,12 @@ def alone(rank):
     return scaler.outcome(optimizer).skipped, collectives.count
 
 
-def test_no_collective_unless_asked(tmp_path):
+def test_no_collective_unless_asked(tmp_path: Path) -> None:
     """The default sends nothing."""
     assert ranks(alone, tmp_path) == [(False, 0), (True, 0)]
 
 
-def sharded(rank):
+def sharded(rank: Any) -> Any:
     """DTensor parameters, sharded over the ranks: clip, step, and an inf in one rank's shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -133,7 +137,7 @@ def sharded(rank):
     results = []
     for fused in (False, True):
         whole = torch.arange(1.0, 7.0).reshape(3, 2)
-        param = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        param: Any = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
         scaler = amphal.GradScaler("cpu", enabled=True)
         scaler.scale(torch.ones(()))
@@ -153,7 +157,7 @@ def sharded(rank):
     return results
 
 
-def test_sharded_parameters_agree_by_themselves(tmp_path):
+def test_sharded_parameters_agree_by_themselves(tmp_path: Path) -> None:
     """For DTensors the ranks of the mesh see the same overflow and the norm of the whole."""
     first, second = ranks(sharded, tmp_path)
     assert first == second
@@ -167,7 +171,7 @@ def test_sharded_parameters_agree_by_themselves(tmp_path):
     assert first == once * 2
 
 
-def copied(rank):
+def copied(rank: Any) -> Any:
     """A group stays with a copy and is lost by pickling, which then must be said."""
     scaler = amphal.GradScaler("cpu", enabled=True, process_group=dist.group.WORLD)
     assert copy.deepcopy(scaler).process_group is scaler.process_group
@@ -181,6 +185,6 @@ def copied(rank):
     return True
 
 
-def test_copies_of_a_scaler_with_a_group(tmp_path):
+def test_copies_of_a_scaler_with_a_group(tmp_path: Path) -> None:
     """deepcopy keeps the group; after unpickling the first step asks for it."""
     assert ranks(copied, tmp_path, world=1) == [True]

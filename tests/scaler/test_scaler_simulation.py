@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers.scaler import scaler_of
 from amphal.errors import ScaleCollapseError
 
 
-def gradients(draw):
+def gradients(draw: Any) -> Iterator[Any]:
     """Endless patterns: bursts of overflow, long calm, alternation, values at the edge."""
     while True:
         kind = draw.randrange(5)
@@ -33,13 +35,16 @@ def gradients(draw):
 class Bare:
     """SGD with nothing around it: torch's kernels, none of torch.optim's bookkeeping."""
 
-    def __init__(self, param, fused):
+    def __init__(self, param: torch.nn.Parameter, fused: bool) -> None:
         self.param_groups = [{"params": [param]}]
-        self.state = {}
+        self.state: dict[Any, Any] = {}
+        self.grad_scale: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
         self._step_supports_amp_scaling = fused
         self._param = param
 
-    def step(self):
+    def step(self) -> None:
+        assert self._param.grad is not None
         if not self._step_supports_amp_scaling:
             with torch.no_grad():
                 self._param.sub_(self._param.grad, alpha=1e-3)
@@ -61,11 +66,11 @@ class Bare:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_fifty_thousand_adversarial_steps(fused):
+def test_fifty_thousand_adversarial_steps(fused: bool) -> None:
     """No parameter is ever not finite and the scale stays in its bounds, through every collapse."""
     draw = random.Random(7)
     param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = Bare(param, fused)
+    optimizer: Any = Bare(param, fused)
     low, high = 2.0**-126, 2.0**100
     scaler = scaler_of(max_scale=high, growth_interval=2, growth_factor=4.0)
     scaler.scale(torch.ones(()))

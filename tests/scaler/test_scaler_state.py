@@ -10,6 +10,7 @@ import math
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from amphal.contract import registry as _registry
 from amphal.errors import ArgumentTypeError, BackendError, StateDictError
 
 
-def used(gradients=(1.0, math.inf, 1.0), **kwargs):
+def used(gradients: Any = (1.0, math.inf, 1.0), **kwargs: Any) -> amphal.GradScaler:
     param, optimizer = problem()
     scaler = scaler_of(**kwargs)
     for gradient in gradients:
@@ -30,7 +31,7 @@ def used(gradients=(1.0, math.inf, 1.0), **kwargs):
     return scaler
 
 
-def test_it_holds_torchs_entries_and_its_own():
+def test_it_holds_torchs_entries_and_its_own() -> None:
     """Five entries that torch knows, one of this package, plain numbers all."""
     state = used().state_dict()
     assert state == {
@@ -53,7 +54,7 @@ def test_it_holds_torchs_entries_and_its_own():
     assert torch.load(buffer, weights_only=True) == state
 
 
-def test_to_and_from_torchs_scaler():
+def test_to_and_from_torchs_scaler() -> None:
     """Either loads the other's state and goes on with the same numbers."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -69,7 +70,7 @@ def test_to_and_from_torchs_scaler():
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_loaded_state_is_the_state(started):
+def test_a_loaded_state_is_the_state(started: bool) -> None:
     """Whether or not a loss was scaled before, the next iterations go on from the saved one."""
     state = used(growth_interval=3, hysteresis=2).state_dict()
     assert state["amphal"]["hysteresis_spent"] == 1
@@ -84,7 +85,7 @@ def test_a_loaded_state_is_the_state(started):
     assert scaler.get_scale() == 32768.0  # the second overflow backs off
 
 
-def test_between_enabled_and_disabled():
+def test_between_enabled_and_disabled() -> None:
     """A disabled scaler keeps what it loaded; an empty state leaves an enabled one as it is."""
     state = used().state_dict()
     off = amphal.GradScaler("cpu", enabled=False)
@@ -97,7 +98,7 @@ def test_between_enabled_and_disabled():
     on.load_state_dict(amphal.GradScaler("cpu", enabled=False).state_dict())
     assert on.state_dict() == state
     off.load_state_dict({})
-    assert torch.amp.GradScaler("cpu", enabled=False).load_state_dict(off.state_dict()) is None
+    torch.amp.GradScaler("cpu", enabled=False).load_state_dict(off.state_dict())  # no error
 
 
 GOOD = used().state_dict()
@@ -122,7 +123,9 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "builtin", "words"), BAD)
 @pytest.mark.parametrize("enabled", [False, True])
-def test_a_bad_state_is_refused_whole(change, builtin, words, enabled):
+def test_a_bad_state_is_refused_whole(
+    change: dict[str, Any], builtin: type[Exception], words: str, enabled: bool
+) -> None:
     """The error says which entry breaks which rule, and nothing was changed."""
     scaler = used((1.0,)) if enabled else amphal.GradScaler("cpu", enabled=False)
     before = scaler.state_dict()
@@ -136,7 +139,7 @@ def test_a_bad_state_is_refused_whole(change, builtin, words, enabled):
 @pytest.mark.parametrize(
     "missing", ["scale", "growth_factor", "growth_interval", "_growth_tracker"]
 )
-def test_a_missing_entry_is_named(missing):
+def test_a_missing_entry_is_named(missing: str) -> None:
     """A sentence that names the entry, where torch raises a bare KeyError."""
     state = {k: v for k, v in GOOD.items() if k != missing}
     with pytest.raises(StateDictError, match=f"has no {missing}") as caught:
@@ -145,19 +148,19 @@ def test_a_missing_entry_is_named(missing):
     assert not str(caught.value).startswith("'")
 
 
-def test_something_that_is_no_dict_is_refused():
+def test_something_that_is_no_dict_is_refused() -> None:
     """A list is no state."""
     with pytest.raises(ArgumentTypeError, match="state_dict must be a dict"):
-        scaler_of().load_state_dict([1])
+        scaler_of().load_state_dict([1])  # type: ignore[arg-type]
 
 
-def test_a_state_outside_the_bounds_is_refused():
+def test_a_state_outside_the_bounds_is_refused() -> None:
     """The scaler's own bounds hold for what it loads."""
     with pytest.raises(StateDictError, match=r"from min_scale \(.*\) to max_scale \(1024\)"):
         scaler_of(init_scale=1.0, max_scale=1024.0).load_state_dict(GOOD)
 
 
-def test_a_tracker_beyond_the_interval_grows_at_the_next_step():
+def test_a_tracker_beyond_the_interval_grows_at_the_next_step() -> None:
     """torch compares for equality and would never grow again."""
     scaler = scaler_of()
     scaler.load_state_dict({**GOOD, "growth_interval": 2, "_growth_tracker": 50})
@@ -168,7 +171,9 @@ def test_a_tracker_beyond_the_interval_grows_at_the_next_step():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_it_is_copied_and_pickled_between_iterations(how, enabled):
+def test_it_is_copied_and_pickled_between_iterations(
+    how: Callable[..., Any], enabled: bool
+) -> None:
     """The copy has the same state and settings, and goes its own way."""
     scaler = used(min_scale=2.0, max_consecutive_skips=9, growth_interval=5)
     if not enabled:
@@ -185,7 +190,7 @@ def test_it_is_copied_and_pickled_between_iterations(how, enabled):
         assert scaler.get_scale() == 32768.0
 
 
-def test_it_is_not_copied_in_the_middle_of_an_iteration():
+def test_it_is_not_copied_in_the_middle_of_an_iteration() -> None:
     """The flags of a step belong to this process; the error names the missing call."""
     param, optimizer = problem()
     scaler = scaler_of()
@@ -196,7 +201,7 @@ def test_it_is_not_copied_in_the_middle_of_an_iteration():
             call(scaler)
 
 
-def test_the_scaler_keeps_neither_model_nor_optimizer_alive():
+def test_the_scaler_keeps_neither_model_nor_optimizer_alive() -> None:
     """Models are held weakly, and so are the optimizers whose outcome is known."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +209,7 @@ def test_the_scaler_keeps_neither_model_nor_optimizer_alive():
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    refs = [weakref.ref(model), weakref.ref(optimizer)]
+    refs: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(optimizer)]
     del model, optimizer
     gc.collect()
     assert [ref() for ref in refs] == [None, None]

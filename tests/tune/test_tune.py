@@ -43,7 +43,8 @@ class Clock:
     """A clock that only steps move, in place of the real one."""
 
     def __init__(self) -> None:
-        self.now, self.calls = 0.0, []
+        self.now = 0.0
+        self.calls: list[Any] = []
 
     def perf_counter(self) -> float:
         return self.now
@@ -516,7 +517,7 @@ def test_candidates_start_alike(clock: Clock) -> None:
     """The first loss of each is that of the same weights, dropout included."""
     work = training(clock)
     tune(work.step, state=None)
-    firsts = {}
+    firsts: dict[str, Any] = {}
     for name, loss in work.losses:
         firsts.setdefault(name, loss)
     assert firsts["bf16"] == pytest.approx(firsts["fp32"], rel=0.02)

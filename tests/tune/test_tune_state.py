@@ -119,7 +119,7 @@ def test_lbfgs_is_put_back() -> None:
 
 def test_a_module_that_was_cast_or_moved_is_the_old_one_again() -> None:
     """Also what replaces parameters, buffers and plain attributes is undone, in place."""
-    model = nn.BatchNorm1d(2)
+    model: Any = nn.BatchNorm1d(2)
     model.calls = 1
     weight, pointer = model.weight, model.weight.data_ptr()
     snapshot = Snapshot([model], CPU)
@@ -285,7 +285,7 @@ def test_where_no_module_is_held_state_has_to_be_passed() -> None:
     models, x = [nn.Linear(1, 1)], torch.ones(1)
     for step in (by_global, lambda plan: models[0](x)):
         with pytest.raises(ArgumentError, match=r"state=\[model, optimizer, ...\]; state=\[\] if"):
-            amphal.tune(step, device="cpu")  # type: ignore[arg-type]
+            amphal.tune(step, device="cpu")
 
 
 def test_an_optimizer_of_a_module_that_is_not_held_is_an_error() -> None:

@@ -52,7 +52,7 @@ def current_index() -> int | None:
     """The device that "xla" without an index means."""
     import torch_xla
 
-    return torch_xla.device().index  # type: ignore[no-any-return]
+    return torch_xla.device().index
 
 
 def probe(index: int | None) -> Hardware:

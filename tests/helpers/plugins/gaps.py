@@ -7,7 +7,7 @@ from amphal.testing import BackendConformance, FakeBackend, _device, install_dev
 
 install_device("toy")
 # torch's own refusal is a NotImplementedError too.
-_device._NO_KERNELS = (*_device._NO_KERNELS, "gelu", "tanh")
+_device._NO_KERNELS = (*_device._NO_KERNELS, "gelu", "tanh")  # type: ignore[assignment]
 
 
 class TestTwoOpsAreMissing(BackendConformance):
@@ -19,4 +19,6 @@ class TestTwoOpsAreMissing(BackendConformance):
 class TestLayersStayFloat32(BackendConformance):
     """Neither linear nor mm is cast, so a region computes in float32; an overflow stays one."""
 
-    backend = FakeBackend("toy", op_lists=OpLists(lower_precision={"bmm"}, fp32={"exp"}))
+    backend = FakeBackend(
+        "toy", op_lists=OpLists(lower_precision=frozenset({"bmm"}), fp32=frozenset({"exp"}))
+    )

@@ -16,7 +16,7 @@ install_device("toy")
 
 def test_lists_that_make_no_sense_are_an_error_that_names_the_backend() -> None:
     """A policy that an op cannot have is refused when kernels are made of it."""
-    register_backend(FakeBackend("toy", op_lists=OpLists(fp32_set_opt_dtype={"mm"})))
+    register_backend(FakeBackend("toy", op_lists=OpLists(fp32_set_opt_dtype=frozenset({"mm"}))))
     try:
         with pytest.raises(BackendError, match=r"'toy' declares 'mm'.*no optional dtype"):
             amphal.autocast("toy", dtype="bf16")
@@ -30,7 +30,7 @@ def test_lists_may_differ_between_the_dtypes() -> None:
 
     def lists(dtype: torch.dtype) -> OpLists:
         one, other = ("exp", "log") if dtype is torch.bfloat16 else ("log", "exp")
-        return OpLists(lower_precision=shared | {other}, fp32={one})
+        return OpLists(lower_precision=frozenset(shared | {other}), fp32=frozenset({one}))
 
     register_backend(FakeBackend("toy", op_lists=lists))
     try:

@@ -26,13 +26,13 @@ install_device("toy", extension)
 # What a C++ extension registers: the fallthrough, and a cast of mm that counts its calls.
 fallthrough = torch.library.Library("_", "IMPL")
 fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-calls = []
+calls: list[str] = []
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     calls.append("mm")
     with torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
     ):
         return torch.mm(a.to(LOW), b.to(LOW))
 
@@ -40,7 +40,11 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 own = torch.library.Library("aten", "IMPL")
 own.impl("mm", mm, "AutocastPrivateUse1")
 
-LISTS = OpLists(lower_precision={"mm", "bmm"}, fp32={"exp"}, banned={"binary_cross_entropy"})
+LISTS = OpLists(
+    lower_precision=frozenset({"mm", "bmm"}),
+    fp32=frozenset({"exp"}),
+    banned=frozenset({"binary_cross_entropy"}),
+)
 BACKEND = FakeBackend("toy", op_lists=LISTS)
 register_backend(BACKEND)
 

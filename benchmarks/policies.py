@@ -1,6 +1,6 @@
 """What a region's own casting policy costs: ops it names, ops it doesn't, entering it.
 
-    python benchmarks/op_policy.py [--rounds 60] [--json PATH]
+    python benchmarks/policies.py [--rounds 60] [--json PATH]
 
 The variants are timed in turn, round by round, and the medians over the rounds are reported: of
 the times, of their differences and of their ratios. Tensors are tiny, so that what is measured is
