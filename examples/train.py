@@ -332,16 +332,19 @@ def main(argv: list[str] | None = None) -> None:
         else:
             group = join()
             try:
-                run_script(args, state, group)
+                stopped = run_script(args, state, group)
             finally:
                 leave()
+            if stopped:  # here, since an exception in flight would keep the model alive
+                sys.exit(130)
     except (amphal.AmphalError, OSError) as exc:
         fail(str(exc))
     except KeyboardInterrupt:  # before training or after it; within, see finish_step_on_interrupt
         sys.exit(130)
 
 
-def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Group) -> None:
+def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Group) -> bool:
+    """Train, and report; whether Ctrl-C stopped it."""
     if args.batch < group.size:
         fail(f"--batch must be {group.size} or more, one for each process, got {args.batch}")
     plan = amphal.detect(args.device, precision=args.precision, process_group=group.handle)
@@ -363,10 +366,9 @@ def run_script(args: argparse.Namespace, state: dict[str, Any] | None, group: Gr
         print(
             f"{why}; go on with: {interpreter()} examples/train.py --resume {checkpoint_path(args)}"
         )
-    if run.stopped:
-        sys.exit(130)
-    if group.rank == 0:
+    if group.rank == 0 and not run.stopped:
         report(run, training)
+    return run.stopped
 
 
 def report(run: Run, training: Tensor) -> None:
