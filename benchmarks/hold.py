@@ -1,6 +1,6 @@
 """What ``amphal.hold_casts`` gains: four forwards under one hold, beside torch.autocast alone.
 
-    python benchmarks/hold.py [--rounds 20]
+    python benchmarks/hold.py [--rounds 20] [--json PATH]
 
 Six blocks of 768 and 3072; the optimizer does not step in between, and outputs are compared first.
 """
@@ -8,7 +8,9 @@ Six blocks of 768 and 3072; the optimizer does not step in between, and outputs 
 from __future__ import annotations
 
 import argparse
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from _timing import in_turn, ratio
@@ -37,8 +39,10 @@ def forwards(net: nn.Module, x: Tensor) -> list[Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures")
+    args = parser.parse_args()
     net = model()
+    gains: dict[int, float] = {}
 
     def held(x: Tensor) -> list[Tensor]:
         with amphal.hold_casts(net):
@@ -48,8 +52,10 @@ def main() -> None:
         x = torch.randn(tokens, 768)
         assert all(torch.equal(a, b) for a, b in zip(held(x), forwards(net, x), strict=True))
         variants = {"torch": partial(forwards, net, x), "held": partial(held, x)}
-        times = in_turn(variants, rounds)
-        print(f"{tokens:4} tokens: {ratio(times, 'torch', 'held'):.2f} times faster than torch")
+        gains[tokens] = ratio(in_turn(variants, args.rounds), "torch", "held")
+        print(f"{tokens:4} tokens: {gains[tokens]:.2f} times faster than torch")
+    if args.json:
+        args.json.write_text(json.dumps(gains) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

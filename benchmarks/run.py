@@ -1,10 +1,10 @@
 """Every benchmark, one after another, each in a fresh interpreter.
 
-    python benchmarks/run.py [--only NAME ...] [--write]
+    python benchmarks/run.py [--only NAME ...] [--write] [--json PATH]
 
-Prints each table as it comes. ``--write`` puts the figures into ``results.json`` and the tables
-into ``README.md`` beside this file. Needs the extra ``amphal[bench]``, a quiet machine, and about
-half an hour on two cores.
+Prints each table as it comes. ``--write`` puts the tables into ``README.md`` beside this file,
+``--json`` writes the figures and the machine to a file. Needs the extra ``amphal[bench]``, a quiet
+machine, and about half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import torch
 import amphal
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("overhead", "steps", "precast", "tune", "scaler", "policies", "growth")
+BENCHMARKS = ("overhead", "steps", "precast", "hold", "tune", "scaler", "policies", "growth")
 BEGIN, END = "<!-- tables: written by run.py -->\n", "<!-- end of the tables -->\n"
 
 
@@ -54,32 +55,26 @@ def run(name: str) -> tuple[str, Any]:
         return done.stdout, json.loads(figures.read_text(encoding="utf-8"))
 
 
-def write(facts: dict[str, Any], tables: dict[str, str], figures: dict[str, Any]) -> None:
-    """Put what was run into results.json and README.md; what was not stays as it was."""
-    path = HERE / "results.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def renewed(page: str, facts: dict[str, Any], tables: dict[str, str]) -> str:
+    """The page with the tables of this run; the others stay as they are."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    parts = re.split(r"^### (\w+)\.py\n", old, flags=re.MULTILINE)
+    blocks = dict(zip(parts[1::2], parts[2::2], strict=True))
+    taken = (
+        f"{facts['date']}, {facts['device']}, {facts['threads']} threads, torch {facts['torch']}"
+    )
     for name, table in tables.items():
-        results[name] = {"machine": facts, "table": table, "figures": figures[name]}
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-    readme = HERE / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    blocks = [_block(name, results[name]) for name in BENCHMARKS if name in results]
-    readme.write_text(before + BEGIN + "\n".join(blocks) + END + after, encoding="utf-8")
-
-
-def _block(name: str, result: dict[str, Any]) -> str:
-    on = result["machine"]
-    taken = f"{on['date']}, {on['device']}, {on['threads']} threads, torch {on['torch']}"
-    return f"\n### {name}.py\n\n{taken}\n\n```text\n{result['table'].rstrip()}\n```\n"
+        blocks[name] = f"\n{taken}\n\n```text\n{table.rstrip()}\n```\n"
+    shown = [f"\n### {name}.py\n{blocks[name].rstrip()}\n" for name in BENCHMARKS if name in blocks]
+    return before + BEGIN + "\n".join(shown) + END + after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run every benchmark.")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
-    parser.add_argument("--write", action="store_true", help="write results.json and README.md")
+    parser.add_argument("--write", action="store_true", help="renew README.md")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures")
     args = parser.parse_args()
     facts = machine()
     print(json.dumps(facts))
@@ -89,7 +84,12 @@ def main() -> None:
         tables[name], figures[name] = run(name)
         print(f"\n{name}.py\n\n{tables[name]}", flush=True)
         if args.write:
-            write(facts, tables, figures)
+            readme = HERE / "README.md"
+            page = renewed(readme.read_text(encoding="utf-8"), facts, tables)
+            readme.write_text(page, encoding="utf-8")
+    if args.json:
+        rows = {"machine": facts, "figures": figures}
+        args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

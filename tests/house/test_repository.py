@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,22 @@ def test_a_test_that_is_skipped_everywhere_is_found(tmp_path: Path) -> None:
     result = check()
     assert "needs_gpu" not in result.stdout
     assert "a::other" in result.stdout
+
+
+def test_benchmarks_renew_their_own_tables_and_no_others() -> None:
+    """run.py --write replaces the section of what ran, in place, and leaves the page otherwise."""
+    renewed = runpy.run_path(str(ROOT / "benchmarks" / "run.py"))["renewed"]
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    facts = {"date": "2026-01-02", "device": "a toy", "threads": 3, "torch": "9.9"}
+    assert renewed(page, facts, {}) == page
+    new = renewed(page, facts, {"scaler": "| a row |\n"})
+    section = (
+        "### scaler.py\n\n2026-01-02, a toy, 3 threads, torch 9.9\n\n```text\n| a row |\n```\n"
+    )
+    before, after = new.split(section)
+    assert page.startswith(before + "### scaler.py\n")
+    assert page.endswith(after)
+    assert renewed(new, facts, {"scaler": "| a row |\n"}) == new
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
