@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -44,9 +46,9 @@ class PolicyRegion(Region, TorchFunctionMode):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._policy = policy
-        self.index = len(_regions)
+        self.index = next(_numbers)
         self.name = str(self.index)  # Dynamo makes different ints a symbol, and strings constants
-        _regions.append(self)
+        _regions[self.index] = self
 
     @property
     def policy(self) -> policies.Policy:
@@ -176,9 +178,15 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_regions: list[PolicyRegion] = []
+# Graphs call regions by number. A number is never used again.
+_numbers = itertools.count()
+_regions: weakref.WeakValueDictionary[int, PolicyRegion] = weakref.WeakValueDictionary()
+# Made inside compiled functions: only their graphs know them. One per region and compilation.
+_in_graphs: dict[int, PolicyRegion] = {}
 _made: dict[tuple[Any, ...], PolicyRegion] = {}
 _by_arguments: dict[tuple[Any, ...], PolicyRegion] = {}
+_MOST = 512
+"""How many regions are kept ready in each of the two; a full one starts anew."""
 choose.on_clear(_by_arguments.clear)
 
 
@@ -206,6 +214,8 @@ def build(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -
         _tell_of_no_effect(made.device)
     if isinstance(device, Choice) or (device is not None and dtype is not None):
         # Only answers that detect() has no part in: the current device may change.
+        if len(_by_arguments) >= _MOST:
+            _by_arguments.clear()
         _by_arguments[arguments] = made
     return made
 
@@ -226,17 +236,24 @@ def _content(ops: Any) -> Any:
 def region(
     device: str, low: torch.dtype, on: bool, cache_enabled: bool | None, ops: Any
 ) -> PolicyRegion:
-    """The one region of these settings, of which only ``ops`` is still to be validated."""
+    """The region of these settings, of which only ``ops`` is still to be validated."""
     policy = policies.policy(device, low, ops)
     key = (device, low, on, cache_enabled, policy)
-    if key not in _made:
-        _made[key] = PolicyRegion(device, low, on, cache_enabled, policy)
-    return _made[key]
+    made = _made.get(key)
+    if made is None:
+        if len(_made) >= _MOST:
+            _made.clear()
+        made = _made[key] = PolicyRegion(device, low, on, cache_enabled, policy)
+    return made
+
+
+def _numbered(index: Any) -> PolicyRegion:
+    return _regions[int(index)]  # while Dynamo traces it is a symbol
 
 
 def begin(index: int) -> None:
     """In a graph: enter the region of this number."""
-    region, thread = _regions[index], regions._thread
+    region, thread = _numbered(index), regions._thread
     depth, in_graph = len(policies.owners()), thread.in_graph
     thread.in_graph = []  # what this graph has entered has not been left behind
     try:
@@ -252,7 +269,7 @@ def end(index: int) -> None:
     in_graph = regions._thread.in_graph
     if in_graph:
         in_graph.pop()
-    _regions[index].__exit__()
+    _numbered(index).__exit__()
 
 
 def _unwind(depth: int) -> None:
@@ -290,12 +307,14 @@ def traced(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) 
 @private.constant_in_graphs
 def _settled_index(device: Any, dtype: Any, enabled: Any, cache_enabled: Any, ops: Any) -> int:
     _allow_in_graphs()
-    return build(device, dtype, enabled, cache_enabled, ops).index
+    made = build(device, dtype, enabled, cache_enabled, ops)
+    _in_graphs[made.index] = made
+    return made.index
 
 
 @private.constant_in_graphs
 def _refuse_others_inside(name: str) -> None:
-    if private.other_region_in_graph(_regions[int(name)], begin, end):
+    if private.other_region_in_graph(_numbered(name), begin, end):
         raise OpPolicyError(
             "a region with ops= that was made outside a compiled function and is entered in it has "
             "another region inside: Dynamo would let the outer one override it. Make the region "

@@ -42,7 +42,7 @@ _Table = Mapping[str, str]
 
 
 class Policy:
-    """A validated ``ops=``: what each op is to do on one device type. Made once per content.
+    """A validated ``ops=``: what each op is to do on one device type.
 
     What the device does by itself is read once, and anew when a rule of
     :func:`amphal.register_autocast_op` comes or goes; :func:`current` gives the one for now.
@@ -86,6 +86,8 @@ def policy(device: str, low: torch.dtype, ops: Mapping[str, str] | OpLists) -> P
     content = (device, low, whole, tuple(sorted(table.items())))
     with _lock:
         if content not in _policies:
+            if len(_policies) >= MOST_KEPT:
+                _policies.clear()  # regions keep theirs; equal ones share an Effective
             given = ops if isinstance(ops, OpLists) else dict(ops)
             _policies[content] = Policy(device, low, table, whole, given)
         return _policies[content]
@@ -131,6 +133,7 @@ class Effective:
         """No longer to be entered: its marks may soon stand for another policy."""
 
 
+# One per op that a region has named: as many as there are ops.
 _functions: dict[tuple[str, str, bool], Any] = {}
 
 
@@ -273,7 +276,10 @@ def _merge(outer: Effective | None, inner: Policy) -> Effective:
             _effectives[content] = Effective(tables, builtins)
             _alive.add(_effectives[content])
         effective = _effectives[content]
-        (_outermost if outer is None else outer.within)[inner] = effective
+        known = _outermost if outer is None else outer.within
+        if len(known) >= MOST_KEPT:
+            known.clear()
+        known[inner] = effective
         return effective
 
 

@@ -294,6 +294,8 @@ def _detect(
     plan, warning, backend = _resolve(device, precision)
     told = (plan.device.type, plan.hardware.name, plan.dtype)
     if warning and told not in _warned:
+        if len(_warned) >= _MOST:
+            _warned.clear()
         warn(warning, PrecisionWarning)
         _warned.add(told)
     index = None if backend is None else _current_index(backend)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import amphal
+from amphal._autocast import policy_region
 from amphal._casting import policy as policies
 
 OPS = ("softmax", "layer_norm", "silu", "gelu", "exp", "log")
@@ -19,6 +23,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(policies, "MOST_KEPT", 8)
     policies._lists_changed()
     policies._known_marks.clear()
+    policy_region._made.clear()
+    policy_region._by_arguments.clear()
     return 8
 
 
@@ -70,3 +76,67 @@ def test_a_graph_of_a_forgotten_policy_is_not_used_for_another(
 def _one_mark(changes: frozenset[object]) -> policies.Marks:
     policies._known_marks[changes] = (("ipu", torch.int8), ("maia", torch.int8))
     return policies._known_marks[changes]
+
+
+def many(number: int) -> list[dict[str, str]]:
+    """Different policies, none of which names tanh."""
+    policies = itertools.product(("fp32", "lower_precision", "as_is"), repeat=len(OPS))
+    return [dict(zip(OPS, policy, strict=True)) for policy in itertools.islice(policies, number)]
+
+
+def test_regions_that_nobody_keeps_are_freed(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 regions made and never entered: few are left, and one that is held works."""
+    monkeypatch.setattr(policy_region, "_MOST", few)
+    x = torch.randn(4, dtype=torch.bfloat16)
+    kept = amphal.autocast("cpu", "bf16", ops={"tanh": "fp32"})
+    others = [weakref.ref(amphal.autocast("cpu", "bf16", ops=ops)) for ops in many(100)]
+    gc.collect()
+    assert sum(ref() is not None for ref in others) <= 2 * few
+    assert len(policy_region._made) <= few
+    assert len(policy_region._by_arguments) <= few
+    assert len(policies._policies) <= few
+    with kept:
+        assert torch.tanh(x).dtype is torch.float32
+    again = amphal.autocast("cpu", "bf16", ops={"tanh": "fp32"})
+    assert again is not kept
+    with again, kept:
+        assert torch.tanh(x).dtype is torch.float32
+    assert torch.tanh(x).dtype is torch.bfloat16
+
+
+def test_a_graph_keeps_the_region_that_was_made_in_it(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled function makes its region once; it still has it when all others are forgotten."""
+    monkeypatch.setattr(policy_region, "_MOST", few)
+    x = torch.randn(4, dtype=torch.bfloat16)
+    # This backend calls the region at each run; others have its casts in their graph.
+    traces = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=traces, fullgraph=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with amphal.autocast("cpu", "bf16", ops={"tanh": "fp32"}):
+            return torch.tanh(x)
+
+    assert function(x).dtype is torch.float32
+    for ops in many(3 * few):
+        amphal.autocast("cpu", "bf16", ops=ops)
+    gc.collect()
+    assert function(x).dtype is torch.float32
+    assert traces.frame_count == 1
+
+
+def test_entering_one_policy_within_many_is_bounded(few: int) -> None:
+    """The outermost record of each policy and those within another are bounded by themselves."""
+    outer = amphal.autocast("cpu", "bf16", ops={"tanh": "fp32"})
+    for _ in range(3 * few):
+        with outer:
+            for ops in many(3):
+                for made in (policies._policies, policy_region._made, policy_region._by_arguments):
+                    made.clear()  # so that an equal policy is another object
+                with amphal.autocast("cpu", "bf16", ops=ops):
+                    pass
+                within = policies._thread.active.within  # type: ignore[union-attr]
+                assert 0 < len(within) <= few
+        with amphal.autocast("cpu", "bf16", ops={"exp": "fp32"}):
+            assert len(policies._outermost) <= few

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import amphal
+from amphal._choice import choose
 from amphal.contract import Availability, ScalerSupport, get_backend, register_backend
 from amphal.errors import (
     ArgumentError,
@@ -83,6 +84,16 @@ def test_cards_of_two_kinds_are_answered_one_by_one() -> None:
         current[0] = 1
         assert amphal.detect("cuda").dtype is torch.bfloat16
         assert amphal.detect().dtype is torch.bfloat16
+
+
+def test_what_was_warned_of_is_bounded() -> None:
+    """There is no end to descriptions of hardware: 600 of them leave no more than 256 records."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", amphal.PrecisionWarning)
+        for number in range(600):
+            described = amphal.Hardware("cuda", f"Tesla T4 {number}", capability=(7, 5))
+            amphal.detect(described, precision="bf16")
+            assert 0 < len(choose._warned) <= 256
 
 
 def test_a_named_precision_is_used_with_one_warning() -> None:
